@@ -1,0 +1,151 @@
+"""The manifest: what a checkpoint holds and where each box of it lies. Without one there is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rayformer.errors import CheckpointError
+from rayformer.shards import Box, Holding
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRecord:
+    """One box of one tensor: ``bytes`` bytes at ``offset`` of ``file``, their xxh3_64 in hex."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    file: str
+    offset: int
+    num_bytes: int
+    xxh3: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "lo": list(self.box.lo),
+            "hi": list(self.box.hi),
+            "file": self.file,
+            "offset": self.offset,
+            "bytes": self.num_bytes,
+            "xxh3": self.xxh3,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything a checkpoint says of itself. ``layout`` maps axes to degrees, ``job`` is the resolved job."""
+
+    step: int
+    consumed_samples: int
+    layout: Mapping[str, int]
+    virtual_ranks: int
+    order: str
+    job: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    state_hash: str
+    shards: Sequence[ShardRecord]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def holdings(self) -> list[Holding[ShardRecord]]:
+        """What the checkpoint holds, for a plan of transfers."""
+        return [Holding(tensor=shard.tensor, box=shard.box, place=shard) for shard in self.shards]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of every tensor."""
+        return {shard.tensor: shard.shape for shard in self.shards}
+
+    def dumps(self) -> str:
+        tensors: dict[str, dict[str, Any]] = {}
+        for shard in sorted(self.shards, key=lambda s: (s.tensor, s.box.lo)):
+            entry = tensors.setdefault(
+                shard.tensor, {"shape": list(shard.shape), "dtype": shard.dtype, "shards": []}
+            )
+            entry["shards"].append(shard.to_json())
+        head = {
+            "format": FORMAT,
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "layout": dict(self.layout),
+            "virtual_ranks": self.virtual_ranks,
+            "order": self.order,
+            "job": dict(self.job),
+            "environment": dict(self.environment),
+            "extra": dict(self.extra),
+            "state_hash": self.state_hash,
+            "tensors": tensors,
+        }
+        return json.dumps(head, indent=1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in ``folder``. Raises CheckpointError if it is missing, damaged, or of another format."""
+    path = folder / MANIFEST
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: there is no {MANIFEST}, so this is no checkpoint; name another one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: it can't be read ({error}); use an older checkpoint") from None
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
+        raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r}; use the rayformer that wrote it")
+    try:
+        return Manifest(
+            step=tree["step"],
+            consumed_samples=tree["consumed_samples"],
+            layout=tree["layout"],
+            virtual_ranks=tree["virtual_ranks"],
+            order=tree["order"],
+            job=tree["job"],
+            environment=tree["environment"],
+            state_hash=tree["state_hash"],
+            extra=tree["extra"],
+            shards=[
+                _shard(path, name, entry, shard) for name, entry in tree["tensors"].items() for shard in entry["shards"]
+            ],
+        )
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: it lacks or misstates {error}; use an older checkpoint") from None
+
+
+def _shard(path: Path, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
+    file = PurePosixPath(shard["file"])
+    if len(file.parts) != 1 or file.name in ("", ".", ".."):
+        raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
+    record = ShardRecord(
+        tensor=tensor,
+        shape=tuple(entry["shape"]),
+        dtype=entry["dtype"],
+        box=Box(lo=tuple(shard["lo"]), hi=tuple(shard["hi"])),
+        file=str(file),
+        offset=shard["offset"],
+        num_bytes=shard["bytes"],
+        xxh3=shard["xxh3"],
+    )
+    if record.dtype != "F32" or record.num_bytes != 4 * prod(record.box.shape):
+        raise CheckpointError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
+    return record
+
+
+def step_folder(step: int) -> str:
+    """The name of the folder of step ``step``."""
+    return f"step-{step:09d}"
+
+
+def find_checkpoints(directory: Path) -> list[Path]:
+    """The folders in ``directory`` that have a manifest, the newest first."""
+    if not directory.is_dir():
+        return []
+    named = [path for path in directory.iterdir() if re.fullmatch(r"step-\d{9,}", path.name)]
+    found = [path for path in named if (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)

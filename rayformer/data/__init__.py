@@ -1,0 +1,1 @@
+"""From text to microbatches: sample order, indexed files, tokenizers, corpora and loader."""

@@ -1,0 +1,84 @@
+"""What happens in a run, as frozen records: everything that crosses a process is one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["finished", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One executed step. Steps count from 1; ``loss`` is per valid token over the whole global batch.
+
+    ``grad_norm`` is before clipping, ``lr`` the rate this update used, ``nonfinite`` the parameters whose gradient was
+    not finite, in which case the update was skipped.
+    """
+
+    generation: int
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    valid_tokens: int
+    consumed_samples: int
+    step_s: float
+    skipped: bool = False
+    nonfinite: tuple[str, ...] = ()
+    eval_loss: float | None = None
+    state_hash: str | None = None
+    flops_per_token: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint that exists from now on."""
+
+    generation: int
+    step: int
+    path: str
+    state_hash: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellDone:
+    """A cell's program has ended as it should; ``sample`` is text that the trained model wrote, if it is finished."""
+
+    generation: int
+    outcome: Outcome
+    step: int
+    checkpoint: str | None = None
+    sample: str | None = None
+
+
+CellEvent = StepReport | CheckpointSaved | CellDone
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellError:
+    """Why a cell failed. ``kind``: ``died`` (its process), ``raised`` (its own error), ``collateral`` (a peer's)."""
+
+    cell: str
+    worker: str
+    kind: Literal["died", "raised", "collateral"]
+    message: str
+    step: int | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalEntry:
+    """One line of journal.jsonl: an event or a command of the controller, written before it takes effect."""
+
+    kind: str
+    generation: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plain(event: Any) -> dict[str, Any]:
+    """An event as plain values."""
+    return asdict(event)

@@ -1,0 +1,287 @@
+"""Live communicators: form the groups of one generation, use them, abort or close them.
+
+A group of one member is an ordinary group that has nobody to talk to. Every operation gives a Ticket; one place alone
+holds the backend object and its Works, because a Gloo socket closes only when the last reference to the group *and to
+each of its Works* is gone, and that is the only way to make a blocked peer raise.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from rayformer.errors import CollectiveError
+from rayformer.layout import Cell, Layout
+
+Op = Literal["sum", "max"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+GROUP_AXES = (("tp",), ("dp",), ("pp",), ("tp", "pp"), ("tp", "cp", "dp", "pp"))
+
+
+class Ticket:
+    """A claim on one operation in flight; ``wait()`` returns when it is complete and raises CollectiveError if not."""
+
+    def __init__(self, communicator: Communicator, number: int | None) -> None:
+        self._communicator = communicator
+        self._number = number
+
+    def wait(self) -> None:
+        if self._number is not None:
+            self._communicator.wait(self._number)
+            self._number = None
+
+
+class Communicator:
+    """The live connection of some ranks; alone holds the backend object and the Works of operations in flight."""
+
+    def __init__(self, ranks: Sequence[int], backend: Any) -> None:
+        self.ranks = tuple(ranks)
+        self._backend = backend
+        self._works: dict[int, Any] = {}
+        self._num_started = 0
+
+    def start(self, name: str, operation: Callable[[Any], Any]) -> Ticket:
+        backend = self._backend
+        if backend is None:
+            raise CollectiveError(f"{self}: {name} after the group was aborted")
+        self._num_started += 1
+        number = self._num_started
+        try:
+            self._works[number] = operation(backend)
+        except RuntimeError as error:
+            raise CollectiveError(f"{self}: {name} could not start: {error}") from error
+        return Ticket(self, number)
+
+    def wait(self, number: int) -> None:
+        work = self._works.get(number)
+        if work is None:
+            raise CollectiveError(f"{self}: the group was aborted while an operation was in flight")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"{self}: a peer did not answer: {error}") from error
+        finally:
+            self._works.pop(number, None)
+
+    def abort(self) -> None:
+        """Forget every Work and let the backend go, so that peers blocked on this member raise."""
+        backend, self._backend = self._backend, None
+        self._works.clear()
+        if backend is not None and backend.name() == "nccl":  # Gloo's abort does nothing
+            backend.abort()
+
+    def __str__(self) -> str:
+        return f"group of ranks {list(self.ranks)}"
+
+
+class Group:
+    """A communicator over some axes of the layout, of one generation.
+
+    ``ranks`` are the members' ranks in the layout, ``rank`` is the place among them. ``calls`` and ``sent_bytes`` count
+    what was asked of the group by operation: bytes are those of the tensors handed over, whatever algorithm moves them.
+    Groups over other axes with the same members share the communicator.
+    """
+
+    def __init__(self, *, axes: Sequence[str], communicator: Communicator, rank: int, device: torch.device) -> None:
+        self.axes = tuple(axes)
+        self.rank = rank
+        self.device = device
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+        self._communicator = communicator
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._communicator.ranks
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
+        """Reduce ``tensor`` over the group, in place."""
+
+        def start(backend: Any) -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS[op]
+            return backend.allreduce([tensor], options)
+
+        return self._start("all_reduce", tensor, start)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Ticket:
+        """Every member's ``tensor`` [n] one after the other in ``out`` [size * n]."""
+        if self.size == 1 and out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor.view_as(out))
+        return self._start("all_gather", tensor, lambda backend: backend._allgather_base(out, tensor))
+
+    def all_to_all(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Ticket:
+        """Send piece j of ``tensor`` to member j and receive its piece; splits are lengths along dim 0."""
+        if self.size == 1:
+            out.copy_(tensor)
+        return self._start(
+            "all_to_all", tensor, lambda backend: backend.alltoall_base(out, tensor, list(out_splits), list(in_splits))
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
+        """The ``tensor`` of member ``root`` in everybody's, in place."""
+
+        def start(backend: Any) -> Any:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            return backend.broadcast([tensor], options)
+
+        return self._start("broadcast", tensor, start)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Ticket:
+        """Send ``tensor`` to member ``to``; it must not change until the ticket has been waited for."""
+        return self._start("send", tensor, lambda backend: backend.send([tensor], to, tag))
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Ticket:
+        """Receive into ``tensor`` what member ``source`` sends under ``tag``, in the order of sending."""
+        return self._start("recv", tensor, lambda backend: backend.recv([tensor], source, tag))
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """Every member's ``value``, which must be representable in JSON, in rank order."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device)).wait()
+        width = int(sizes.max())
+        padded = torch.zeros(width, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        out = torch.empty(width * self.size, dtype=torch.uint8, device=self.device)
+        self.all_gather(out, padded).wait()
+        rows = out.view(self.size, width).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, sizes.tolist())]
+
+    def barrier(self) -> None:
+        """Return when every member has come here."""
+        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+
+    def _start(self, name: str, tensor: torch.Tensor, operation: Callable[[Any], Any]) -> Ticket:
+        if self.size == 1:
+            return Ticket(self._communicator, None)
+        self.calls[name] += 1
+        self.sent_bytes[name] += tensor.numel() * tensor.element_size()
+        return self._communicator.start(f"{name} over {'-'.join(self.axes)}", operation)
+
+
+def single(axes: Sequence[str] = ("tp",), device: torch.device | None = None) -> Group:
+    """A group of one, for layers used by themselves."""
+    return Group(axes=axes, communicator=Communicator((0,), None), rank=0, device=device or torch.device("cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """All groups that one cell of one generation is a member of."""
+
+    layout: Layout
+    cell: Cell
+    generation: int
+    device: torch.device
+    by_axes: dict[tuple[str, ...], Group]
+
+    @property
+    def tp(self) -> Group:
+        return self.by_axes["tp",]
+
+    @property
+    def dp(self) -> Group:
+        return self.by_axes["dp",]
+
+    @property
+    def pp(self) -> Group:
+        return self.by_axes["pp",]
+
+    @property
+    def model(self) -> Group:
+        """The cells that together hold one replica of the model."""
+        return self.by_axes["tp", "pp"]
+
+    @property
+    def world(self) -> Group:
+        return self.by_axes["tp", "cp", "dp", "pp"]
+
+    @classmethod
+    def form(
+        cls,
+        *,
+        layout: Layout,
+        rank: int,
+        generation: int,
+        run: str,
+        store: dist.Store | None,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+    ) -> Groups:
+        """Connect every group of ``rank``, different ones at the same time.
+
+        Run and generation are part of every key in ``store``, which may be None if the layout has one cell.
+        ``address`` is where this process listens.
+        """
+        memberships = {axes: layout.group_of(rank, *axes) for axes in GROUP_AXES}
+
+        def connect(ranks: tuple[int, ...]) -> Communicator:
+            if len(ranks) == 1:
+                return Communicator(ranks, None)
+            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", store)
+            return Communicator(ranks, _backend(keys, ranks.index(rank), len(ranks), device, address, timeout_s))
+
+        members = sorted(set(memberships.values()))
+        with ThreadPoolExecutor(max_workers=len(members)) as pool:
+            try:
+                communicators = dict(zip(members, pool.map(connect, members)))
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"the groups of generation {generation} could not form within {timeout_s:g} s: {error}"
+                ) from error
+        return cls(
+            layout=layout,
+            cell=layout.cell(rank),
+            generation=generation,
+            device=device,
+            by_axes={
+                axes: Group(axes=axes, communicator=communicators[ranks], rank=ranks.index(rank), device=device)
+                for axes, ranks in memberships.items()
+            },
+        )
+
+    def abort(self) -> None:
+        """Let every group go, each in its own thread; callable from any thread, at any time, more than once."""
+        _in_threads({group._communicator.abort for group in self.by_axes.values()})
+
+    def close(self) -> None:
+        """Let every group go after the last operation; leaves no socket, thread or memory behind."""
+        self.abort()
+
+
+def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _backend(store: dist.Store, rank: int, size: int, device: torch.device, address: str, timeout_s: float) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,0 +1,1 @@
+"""Models: a list of blocks and a loss, and nothing else."""

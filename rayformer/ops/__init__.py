@@ -1,0 +1,1 @@
+"""Autograd collectives, keyed randomness and kernels: they take groups and tensors, never modules."""

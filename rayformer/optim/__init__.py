@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buffers, the canonical reduction, the sharded optimizer."""

@@ -1,0 +1,257 @@
+"""Check: run all ranks' programs against a clock, and refuse those that would go wrong or hang."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+from rayformer.errors import RayformerError
+from rayformer.stages.instructions import (
+    Backward,
+    Compute,
+    Forward,
+    Instruction,
+    Program,
+    Recv,
+    RecvAct,
+    RecvGrad,
+    Send,
+    SendAct,
+    SendGrad,
+    StageMap,
+)
+
+
+class ScheduleError(RayformerError):
+    """Programs of a pipeline's ranks don't fit together; the message names the ranks and their instructions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Time of one chunk's work on one microbatch, in any unit; messages take none."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+
+
+DEFAULT_COSTS = Costs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One computation and when it ran."""
+
+    op: Compute
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a step costs under these programs: times in the unit of the costs, one entry per rank."""
+
+    timeline: tuple[tuple[Slot, ...], ...]
+    peak_live: tuple[int, ...]
+    """Most activations held at once, in chunks of microbatches: from a Forward to the end of its Backward."""
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        return tuple(sum(slot.end - slot.start for slot in slots) for slots in self.timeline)
+
+    @property
+    def makespan(self) -> float:
+        return max(slot.end for slots in self.timeline for slot in slots)
+
+    @property
+    def ideal(self) -> float:
+        """The makespan of a rank that never waits."""
+        return max(self.busy)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def bubble_of_total(self) -> float:
+        """The share of the makespan that is lost."""
+        return 1 - self.ideal / self.makespan
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """How much longer than ideal the step takes, as a share of ideal."""
+        return self.makespan / self.ideal - 1
+
+
+def check(programs: Sequence[Program], *, costs: Costs = DEFAULT_COSTS, rendezvous: bool) -> Report:
+    """Simulate a step; with `rendezvous` a send blocks until its receive is posted, without it sends never block.
+
+    Raises ScheduleError if
+
+    1. a rank computes something not exactly once, or uses what it has not computed or received yet;
+    2. between two ranks, activations or gradients are not received just as they are sent;
+    3. ranks wait for each other forever.
+    """
+    ops = [op for program in programs for op in program if isinstance(op, Forward | Backward)]
+    stages = StageMap(pp=len(programs), chunks=1 + max(op.chunk for op in ops))
+    for rank, program in enumerate(programs):
+        _check_computed_once(rank, program, ops)
+        _check_dependencies(rank, program, stages)
+    _check_channels(programs, stages)
+    timeline = _Simulation(programs, costs, rendezvous).run()
+    return Report(timeline=timeline, peak_live=tuple(map(_peak_live, programs)))
+
+
+def _check_computed_once(rank: int, program: Program, ops: Sequence[Compute]) -> None:
+    """Whatever one rank does with one of its chunks, every rank does with each of its chunks."""
+    count = Counter(op for op in program if isinstance(op, Forward | Backward))
+    kinds = dict.fromkeys(type(op) for op in ops)
+    microbatches = dict.fromkeys(op.microbatch for op in ops)
+    chunks = dict.fromkeys(op.chunk for op in ops)
+    for kind, microbatch, chunk in product(kinds, microbatches, chunks):
+        op = kind(microbatch, chunk)
+        if count[op] != 1:
+            raise ScheduleError(f"pp{rank} has {op} {count[op]} times, not once")
+
+
+def _check_dependencies(rank: int, program: Program, stages: StageMap) -> None:
+    done: set[Instruction] = set()
+    for op in program:
+        for needed in _needs(op, rank, stages):
+            if needed not in done:
+                raise ScheduleError(f"pp{rank} has {op} without {needed} before it")
+        done.add(op)
+
+
+def _needs(op: Instruction, rank: int, stages: StageMap) -> list[Instruction]:
+    """What the same rank must have done before `op`."""
+    match op:
+        case Forward(v, chunk):
+            stage = stages.stage(rank, chunk)
+            return [] if stage == stages.first else [RecvAct(v, chunk, peer=stages.rank(stage - 1))]
+        case Backward(v, chunk):
+            stage = stages.stage(rank, chunk)
+            forward = Forward(v, chunk)
+            return [forward] if stage == stages.last else [forward, RecvGrad(v, chunk, peer=stages.rank(stage + 1))]
+        case SendAct(v, chunk):
+            return [Forward(v, chunk)]
+        case SendGrad(v, chunk):
+            return [Backward(v, chunk)]
+        case _:
+            return []
+
+
+_Channel: TypeAlias = tuple[int, int, str]  # sender, receiver, payload
+
+
+def _channel(rank: int, op: Send | Recv) -> _Channel:
+    return (rank, op.peer, op.payload) if isinstance(op, Send) else (op.peer, rank, op.payload)
+
+
+def _check_channels(programs: Sequence[Program], stages: StageMap) -> None:
+    sent: defaultdict[_Channel, list[Recv]] = defaultdict(list)  # each send as the receive that must meet it
+    received: defaultdict[_Channel, list[Recv]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for op in program:
+            if isinstance(op, Send):
+                sent[_channel(rank, op)].append(_counterpart(rank, op, stages))
+            elif isinstance(op, Recv):
+                received[_channel(rank, op)].append(op)
+    for channel in sent | received:
+        sends, receives = sent[channel], received[channel]
+        sender, receiver, payload = channel
+        for lost in Counter(receives) - Counter(sends):
+            raise ScheduleError(f"pp{receiver} has {lost}, but pp{sender} has no send for it")
+        for lost in Counter(sends) - Counter(receives):
+            raise ScheduleError(f"pp{sender} sends to pp{receiver}, but pp{receiver} has no {lost}")
+        for place, (arriving, expected) in enumerate(zip(sends, receives, strict=True)):
+            if arriving != expected:
+                raise ScheduleError(
+                    f"pp{receiver} has {expected} where pp{sender} sends for {arriving}: {payload} {place} between them"
+                )
+
+
+def _counterpart(rank: int, op: Send, stages: StageMap) -> Recv:
+    stage = stages.stage(rank, op.chunk)
+    if isinstance(op, SendAct):
+        return RecvAct(op.microbatch, stages.chunk(stage + 1), peer=rank)
+    return RecvGrad(op.microbatch, stages.chunk(stage - 1), peer=rank)
+
+
+class _Simulation:
+    """All ranks' clocks and program counters, moved until every rank has ended."""
+
+    def __init__(self, programs: Sequence[Program], costs: Costs, rendezvous: bool) -> None:
+        self.programs = programs
+        self.costs = costs
+        self.rendezvous = rendezvous
+        self.counters = [0] * len(programs)
+        self.clocks = [0.0] * len(programs)
+        self.timeline: list[list[Slot]] = [[] for _ in programs]
+        self.in_flight: defaultdict[_Channel, deque[float]] = defaultdict(deque)
+
+    def run(self) -> tuple[tuple[Slot, ...], ...]:
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self.programs)):
+                while (op := self.current(rank)) is not None and self.advance(rank, op):
+                    moved = True
+        waiting = [
+            f"pp{rank} at {op} waits for pp{op.peer}"
+            for rank in range(len(self.programs))
+            if isinstance(op := self.current(rank), Send | Recv)
+        ]
+        if waiting:
+            sends = "rendezvous" if self.rendezvous else "buffered"
+            raise ScheduleError(f"deadlock with {sends} sends: {'; '.join(waiting)}")
+        return tuple(map(tuple, self.timeline))
+
+    def current(self, rank: int) -> Instruction | None:
+        program, counter = self.programs[rank], self.counters[rank]
+        return program[counter] if counter < len(program) else None
+
+    def advance(self, rank: int, op: Instruction) -> bool:
+        """Execute the rank's current instruction, or return False if it must wait."""
+        match op:
+            case Forward() | Backward():
+                start = self.clocks[rank]
+                end = start + (self.costs.forward if isinstance(op, Forward) else self.costs.backward)
+                self.timeline[rank].append(Slot(op=op, start=start, end=end))
+                self.clocks[rank] = end
+            case SendAct() | SendGrad() if self.rendezvous:
+                return self.meet(rank, op)
+            case SendAct() | SendGrad():
+                self.in_flight[_channel(rank, op)].append(self.clocks[rank])
+            case RecvAct() | RecvGrad():
+                arrivals = self.in_flight[_channel(rank, op)]
+                if not arrivals:
+                    return False
+                self.clocks[rank] = max(self.clocks[rank], arrivals.popleft())
+            case _:
+                pass
+        self.counters[rank] += 1
+        return True
+
+    def meet(self, rank: int, op: Send) -> bool:
+        """Let a rendezvous send and its receive end together, or return False if the receive is not posted."""
+        posted = self.current(op.peer)
+        if not isinstance(posted, Recv) or _channel(op.peer, posted) != _channel(rank, op):
+            return False
+        self.clocks[rank] = self.clocks[op.peer] = max(self.clocks[rank], self.clocks[op.peer])
+        self.counters[rank] += 1
+        self.counters[op.peer] += 1
+        return True
+
+
+def _peak_live(program: Program) -> int:
+    ops = [op for op in program if isinstance(op, Forward | Backward)]
+    if not any(isinstance(op, Backward) for op in ops):
+        return min(len(ops), 1)  # nothing is kept for a backward
+    live = peak = 0
+    for op in ops:
+        live += 1 if isinstance(op, Forward) else -1
+        peak = max(peak, live)
+    return peak

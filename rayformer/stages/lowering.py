@@ -1,0 +1,119 @@
+"""Lowering: from the order in which ranks compute to the complete programs they execute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayformer.stages.check import ScheduleError
+from rayformer.stages.instructions import (
+    Backward,
+    Compute,
+    FoldGrads,
+    Forward,
+    Instruction,
+    Program,
+    Recv,
+    RecvAct,
+    RecvGrad,
+    ReduceGrads,
+    Send,
+    SendAct,
+    SendGrad,
+    StageMap,
+)
+
+
+def lower(compute: Sequence[Sequence[Compute]], *, chunks: int = 1) -> tuple[Program, ...]:
+    """Add the sends and receives between stages, in an order that can't deadlock even if every send waits.
+
+    The ranks are walked together, each as far as it gets. When none gets further, one message is appended to the
+    sender's and the receiver's program *in the same moment*. So all programs are cuts of one global list, and its first
+    unfinished entry can always run: everything before it, on both ranks, is done. Each rank sends an output right after
+    computing it, and receives an input right before using it; only where two ranks wait to send to each other does one
+    of them receive first, and only if all wait to send to ranks that need something else does one receive early.
+
+    Raises ScheduleError if the orders themselves can't be executed, with or without waiting sends.
+    """
+    stages = StageMap(pp=len(compute), chunks=chunks)
+    programs: list[list[Instruction]] = [[] for _ in compute]
+    todo = [list(reversed(order)) for order in compute]
+    outbox: list[_Message | None] = [None for _ in compute]
+    delivered: set[_Message | None] = {None}
+
+    def wanted(rank: int) -> _Message | None:
+        return _input(todo[rank][-1], rank, stages) if todo[rank] else None
+
+    def reluctance(message: _Message) -> int:
+        receiver = stages.rank(message.to_stage)
+        if wanted(receiver) != message:
+            return 2
+        return 0 if outbox[receiver] is None else 1
+
+    while True:
+        for rank, program in enumerate(programs):
+            while todo[rank] and outbox[rank] is None and wanted(rank) in delivered:
+                program.append(op := todo[rank].pop())
+                outbox[rank] = _output(op, rank, stages)
+        pending = [message for message in outbox if message is not None]
+        if not pending:
+            break
+        message = min(pending, key=reluctance)
+        sender, receiver = stages.rank(message.from_stage), stages.rank(message.to_stage)
+        programs[sender].append(message.send(stages))
+        programs[receiver].append(message.recv(stages))
+        outbox[sender] = None
+        delivered.add(message)
+
+    stuck = [f"pp{rank} at {rest[-1]}" for rank, rest in enumerate(todo) if rest]
+    if stuck:
+        raise ScheduleError(f"these wait for inputs that are never computed: {', '.join(stuck)}")
+    return tuple(map(tuple, programs))
+
+
+def with_reductions(program: Program, *, leaf_of_microbatch: Sequence[int], num_buckets: int) -> Program:
+    """Fold each virtual rank after its last Backward of all chunks, and reduce every bucket at the end."""
+    remaining = Counter(leaf_of_microbatch[op.microbatch] for op in program if isinstance(op, Backward))
+    complete: list[Instruction] = []
+    for op in program:
+        complete.append(op)
+        if isinstance(op, Backward):
+            leaf = leaf_of_microbatch[op.microbatch]
+            remaining[leaf] -= 1
+            if not remaining[leaf]:
+                complete.append(FoldGrads(leaf))
+    return (*complete, *map(ReduceGrads, range(num_buckets)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """What goes from one stage to a neighbour: up the model an activation, down a gradient."""
+
+    microbatch: int
+    from_stage: int
+    to_stage: int
+
+    def send(self, stages: StageMap) -> Send:
+        kind = SendAct if self.from_stage < self.to_stage else SendGrad
+        return kind(self.microbatch, stages.chunk(self.from_stage), peer=stages.rank(self.to_stage))
+
+    def recv(self, stages: StageMap) -> Recv:
+        kind = RecvAct if self.from_stage < self.to_stage else RecvGrad
+        return kind(self.microbatch, stages.chunk(self.to_stage), peer=stages.rank(self.from_stage))
+
+
+def _input(op: Compute, rank: int, stages: StageMap) -> _Message | None:
+    stage = stages.stage(rank, op.chunk)
+    origin = stage - 1 if isinstance(op, Forward) else stage + 1
+    if not stages.first <= origin <= stages.last:
+        return None
+    return _Message(microbatch=op.microbatch, from_stage=origin, to_stage=stage)
+
+
+def _output(op: Compute, rank: int, stages: StageMap) -> _Message | None:
+    stage = stages.stage(rank, op.chunk)
+    target = stage + 1 if isinstance(op, Forward) else stage - 1
+    if not stages.first <= target <= stages.last:
+        return None
+    return _Message(microbatch=op.microbatch, from_stage=stage, to_stage=target)

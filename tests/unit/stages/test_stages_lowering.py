@@ -1,0 +1,137 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayformer.stages.check import ScheduleError, check
+from rayformer.stages.instructions import (
+    Backward,
+    FoldGrads,
+    Forward,
+    RecvAct,
+    RecvGrad,
+    ReduceGrads,
+    SendAct,
+    SendGrad,
+    StageMap,
+)
+from rayformer.stages.lowering import lower, with_reductions
+from rayformer.stages.schedules import SCHEDULES, get_schedule
+
+
+def text(program) -> str:
+    return " ".join(map(str, program))
+
+
+def gaps(program):
+    """The transfers between two computations, each with the computation before and after it."""
+    computations = [None, *(op for op in program if isinstance(op, Forward | Backward)), None]
+    passed = 0
+    for op in program:
+        if isinstance(op, Forward | Backward):
+            passed += 1
+        else:
+            yield computations[passed], op, computations[passed + 1]
+
+
+def test_1f1b_on_2_ranks_is_lowered_to_this():
+    assert [text(program) for program in lower(get_schedule("1f1b")(2, 1, 2))] == [
+        "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 RecvGrad1<1 B1",
+        "RecvAct0<0 F0 B0 RecvAct1<0 SendGrad0>0 F1 B1 SendGrad1>0",
+    ]
+
+
+def test_an_output_is_sent_before_the_next_input_is_awaited_where_no_ranks_cross():
+    assert [text(program) for program in lower(get_schedule("gpipe")(3, 1, 2))] == [
+        "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 RecvGrad1<1 B1",
+        "RecvAct0<0 F0 SendAct0>2 RecvAct1<0 F1 SendAct1>2 RecvGrad0<2 B0 SendGrad0>0 RecvGrad1<2 B1 SendGrad1>0",
+        "RecvAct0<1 F0 RecvAct1<1 F1 B0 SendGrad0>1 B1 SendGrad1>1",
+    ]
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
+def test_outputs_leave_at_once_and_inputs_arrive_just_in_time(name, pp, microbatches):
+    compute = get_schedule(name)(pp, 1, microbatches)
+    for order, program in zip(compute, lower(compute), strict=True):
+        assert tuple(op for op in program if isinstance(op, Forward | Backward)) == order
+        for before, op, after in gaps(program):
+            v = op.microbatch
+            match op:
+                case SendAct():
+                    assert before == Forward(v)
+                case SendGrad():
+                    assert before == Backward(v)
+                case RecvAct():
+                    assert after == Forward(v)
+                case RecvGrad():
+                    assert after == Backward(v)
+
+
+@st.composite
+def possible_orders(draw):
+    """Any orders in which ranks can compute: one random walk through what depends on what, cut by rank."""
+    stages = StageMap(pp=draw(st.integers(2, 4)), chunks=draw(st.integers(1, 3)))
+    microbatches = draw(st.integers(1, 5))
+    compute = [[] for _ in range(stages.pp)]
+    ready = [(Forward, v, stages.first) for v in range(microbatches)]
+    while ready:
+        kind, v, stage = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        compute[stages.rank(stage)].append(kind(v, stages.chunk(stage)))
+        if kind is Forward:
+            ready.append((Forward, v, stage + 1) if stage < stages.last else (Backward, v, stage))
+        elif stage > stages.first:
+            ready.append((Backward, v, stage - 1))
+    return compute, stages.chunks
+
+
+@given(possible_orders())
+def test_whatever_can_be_computed_is_lowered_without_deadlock(case):
+    compute, chunks = case
+    programs = lower(compute, chunks=chunks)
+    for rendezvous in (False, True):
+        report = check(programs, rendezvous=rendezvous)
+        assert [[slot.op for slot in slots] for slots in report.timeline] == compute
+
+
+def test_interleaved_chunks_hand_over_from_the_last_rank_to_the_first():
+    order = [Forward(0), Forward(0, 1), Backward(0, 1), Backward(0)]
+    assert [text(program) for program in lower([order, order], chunks=2)] == [
+        "F0 SendAct0>1 RecvAct0c1<1 F0c1 SendAct0c1>1 RecvGrad0c1<1 B0c1 SendGrad0c1>1 RecvGrad0<1 B0",
+        "RecvAct0<0 F0 SendAct0>0 RecvAct0c1<0 F0c1 B0c1 SendGrad0c1>0 RecvGrad0<0 B0 SendGrad0>0",
+    ]
+
+
+def test_orders_that_wait_for_each_other_are_refused():
+    ahead, behind = (
+        [Forward(0), Backward(0), Forward(1), Backward(1)],
+        [Forward(1), Forward(0), Backward(0), Backward(1)],
+    )
+    with pytest.raises(ScheduleError, match="never computed: pp0 at B0, pp1 at F1"):
+        lower([ahead, behind])
+
+
+def test_a_virtual_rank_is_folded_after_its_last_backward_and_buckets_are_reduced_last():
+    first, last = lower(get_schedule("1f1b")(2, 1, 3))
+    assert text(with_reductions(first, leaf_of_microbatch=[0, 0, 1], num_buckets=2)) == (
+        "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 F2 SendAct2>1 RecvGrad1<1 B1 Fold0 "
+        "RecvGrad2<1 B2 Fold1 Reduce0 Reduce1"
+    )
+    assert text(with_reductions(last, leaf_of_microbatch=[0, 1, 1], num_buckets=1)) == (
+        "RecvAct0<0 F0 B0 Fold0 RecvAct1<0 SendGrad0>0 F1 B1 RecvAct2<0 SendGrad1>0 F2 B2 Fold1 SendGrad2>0 Reduce0"
+    )
+
+
+def test_a_virtual_rank_is_folded_only_when_all_chunks_are_done():
+    program = (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0))
+    reduced = with_reductions(program, leaf_of_microbatch=[3], num_buckets=0)
+    assert reduced == (*program, FoldGrads(3))
+
+
+def test_folds_and_reductions_take_no_part_in_the_pipeline():
+    programs = lower(get_schedule("1f1b")(4, 1, 8))
+    reduced = [with_reductions(p, leaf_of_microbatch=[v // 2 for v in range(8)], num_buckets=3) for p in programs]
+    assert check(reduced, rendezvous=True) == check(programs, rendezvous=True)
+    for program in reduced:
+        assert [op.leaf for op in program if isinstance(op, FoldGrads)] == [0, 1, 2, 3]
+        assert program[-3:] == (ReduceGrads(0), ReduceGrads(1), ReduceGrads(2))
