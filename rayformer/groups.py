@@ -235,7 +235,9 @@ class Groups:
         def connect(ranks: tuple[int, ...]) -> Communicator:
             if len(ranks) == 1:
                 return Communicator(ranks, None)
-            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", store)
+            assert store is not None, "several cells need a store to meet in"
+            # A store's client is blocked as long as one thread waits in it, so each group has its own.
+            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", store.clone())
             return Communicator(ranks, _backend(keys, ranks.index(rank), len(ranks), device, address, timeout_s))
 
         members = sorted(set(memberships.values()))

@@ -45,7 +45,7 @@ class Cell:
         """The cell named by ``text``, its axes in any order, an omitted axis 0; ValueError if it names none."""
         found: dict[str, int] = {}
         for part in text.split("."):
-            match = re.fullmatch(r"(tp|cp|dp|pp)(\d+)", part)
+            match = re.fullmatch(r"(tp|cp|dp|pp)([0-9]+)", part)
             if match is None or match[1] in found:
                 raise ValueError(f"{text!r} is not a cell; write it like pp1.dp0.tp1, each axis at most once")
             found[match[1]] = int(match[2])

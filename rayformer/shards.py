@@ -23,6 +23,9 @@ class Box:
     lo: tuple[int, ...]
     hi: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"[{', '.join(f'{lo}:{hi}' for lo, hi in zip(self.lo, self.hi))}]"
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(h - lo for lo, h in zip(self.lo, self.hi))
@@ -207,13 +210,12 @@ def plan_transfers(
     for tensor, box in want:
         sources = [(holding, holding.box.intersect(box)) for holding in by_tensor.get(tensor, ())]
         parts = [(holding, part) for holding, part in sources if part is not None]
-        overlap = any(a.intersect(b) for (_, a), (_, b) in combinations(parts, 2))
+        for (one, a), (other, b) in combinations(parts, 2):
+            if a.intersect(b):
+                raise CoverageError(f"{tensor}: the holdings {one.box} and {other.box} overlap")
         found = sum(part.numel for _, part in parts)
-        if overlap or found != box.numel:
-            raise CoverageError(
-                f"{tensor}: the box {list(box.lo)}..{list(box.hi)} has {box.numel} elements, the holdings cover {found}"
-                f" of them; {'they overlap' if overlap else 'the rest is held nowhere'}"
-            )
+        if found != box.numel:
+            raise CoverageError(f"{tensor}: the holdings have {found} of the {box.numel} elements of {box}, not all")
         plan += [Transfer(tensor=tensor, source=holding, target=box, part=part) for holding, part in parts]
     return tuple(plan)
 

@@ -21,7 +21,8 @@ _CHUNK = 1 << 20
 
 def box_hash(tensor: str, box: Box, shape: Sequence[int], values: npt.NDArray[np.generic]) -> int:
     """The part of the hash that comes from ``values``, which fill ``box`` of the global ``tensor`` of ``shape``."""
-    key = np.uint64(xxhash.xxh3_64_intdigest(tensor))
+    assert values.shape == box.shape, f"{values.shape} values for {box}"
+    key = np.uint64(xxhash.xxh3_64_intdigest(tensor.encode()))
     index = np.zeros((1,) * len(shape), dtype=np.uint64)
     stride = 1
     for dim in reversed(range(len(shape))):

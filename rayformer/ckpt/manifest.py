@@ -40,6 +40,19 @@ class ShardRecord:
             "xxh3": self.xxh3,
         }
 
+    @classmethod
+    def from_json(cls, tensor: str, shape: Sequence[int], dtype: str, shard: Mapping[str, Any]) -> ShardRecord:
+        return cls(
+            tensor=tensor,
+            shape=tuple(shape),
+            dtype=dtype,
+            box=Box(lo=tuple(shard["lo"]), hi=tuple(shard["hi"])),
+            file=str(shard["file"]),
+            offset=shard["offset"],
+            num_bytes=shard["bytes"],
+            xxh3=shard["xxh3"],
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -122,16 +135,7 @@ def _shard(path: Path, tensor: str, entry: Mapping[str, Any], shard: Mapping[str
     file = PurePosixPath(shard["file"])
     if len(file.parts) != 1 or file.name in ("", ".", ".."):
         raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
-    record = ShardRecord(
-        tensor=tensor,
-        shape=tuple(entry["shape"]),
-        dtype=entry["dtype"],
-        box=Box(lo=tuple(shard["lo"]), hi=tuple(shard["hi"])),
-        file=str(file),
-        offset=shard["offset"],
-        num_bytes=shard["bytes"],
-        xxh3=shard["xxh3"],
-    )
+    record = ShardRecord.from_json(tensor, entry["shape"], entry["dtype"], shard)
     if record.dtype != "F32" or record.num_bytes != 4 * prod(record.box.shape):
         raise CheckpointError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
     return record

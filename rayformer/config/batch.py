@@ -10,7 +10,7 @@ from rayformer.config.section import Auto, Count, Section
 class BatchConfig(Section):
     """Global batch, microbatch, sequence length, and the fixed shares of a step."""
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(serialize_by_alias=True)
 
     global_: Count = Field(alias="global", description="Samples in one step, over all cells.")
     micro: Count = Field(1, description="Samples that pass through the model at a time.")

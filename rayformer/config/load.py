@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rayformer.config.data import Source
 from rayformer.config.job import Job
 from rayformer.config.rules import rule_problems
 from rayformer.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
+KeyPath = Sequence[str | int]
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -25,250 +28,296 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
     Raises ConfigError with every problem that can be seen in the file itself.
     """
-    return job_from_tree(_with_overrides(_read(path), overrides))
+    tree, problems = _read(path)
+    problems += _override(tree, overrides)
+    return _checked(tree, problems)
 
 
 def job_from_tree(tree: Tree) -> Job:
     """The job of plain values. Raises ConfigError with every problem found."""
-    job, problems, bad_keys = _validate(tree)
-    if job is not None:
-        problems += [p for p in rule_problems(job) if not any(_touches(key, bad_keys) for key in p.keys)]
-    if problems or job is None:
+    return _checked(deepcopy(tree), [])
+
+
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section by the keys that a job file calls them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, itself or as the entries of a list; None for a plain value."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _read(path: Path) -> tuple[Tree, list[Problem]]:
+    """The tree of a job file, and what is wrong with its keys; ConfigError if there is no tree."""
+
+    def refuse(rule: str, fix: str) -> ConfigError:
+        return ConfigError([Problem(keys={"JOB": str(path)}, rule=rule, fix=fix)])
+
+    try:
+        tree, problems = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refuse(f"it can't be read ({error.strerror})", "name a readable YAML job file") from None
+    except UnicodeDecodeError as error:
+        raise refuse(f"byte {error.start} is not UTF-8 text", "save it as UTF-8") from None
+    except _NotYaml as error:
+        raise refuse(str(error), "correct the YAML there") from None
+    if not isinstance(tree, dict) or not tree:
+        found = "nothing" if not tree else "a list" if isinstance(tree, list) else f"only {tree!r}"
+        raise refuse(f"a job file is a mapping of sections, and this holds {found}", "start from one in jobs/")
+    return tree, problems
+
+
+class _NotYaml(Exception):
+    """Text that is not YAML as job files use it; the message has the line."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """The values of YAML 1.2: 1e-3 is a number, and yes, 010, 12:30 and 2024-01-31 are text. No aliases."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012, those of YAML 1.1 are not taken over
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="a job file has no aliases, write the value again", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+_DIGITS, _EXPONENT = r"[0-9][0-9_]*", r"[eE][-+]?[0-9]+"
+for _tag, _first, _pattern in (
+    ("null", "~nN", r"~|null|Null|NULL|"),
+    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
+    ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*)"),
+    ("float", "-+.0123456789", rf"[-+]?(({_DIGITS}\.[0-9_]*|\.[0-9]+)({_EXPONENT})?|{_DIGITS}{_EXPONENT})"),
+    ("float", "-+.", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+):
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), ["", *_first])
+
+
+def _parse(text: str) -> tuple[Any, list[Problem]]:
+    """The value of one YAML document, and a problem for every key in it that is given twice."""
+    try:
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        problems = list(_repeated_keys(node, []))
+        return None if node is None else loader.construct_document(node), problems
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise _NotYaml(line + _one_line(error.context, error.problem)) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise _NotYaml(_one_line(str(error))) from None
+    except RecursionError:
+        raise _NotYaml("it is nested too deeply") from None
+
+
+def _one_line(*parts: str | None) -> str:
+    return " ".join(", ".join(part for part in parts if part).split())
+
+
+def _repeated_keys(node: Any, path: list[str | int]) -> Iterator[Problem]:
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            yield from _repeated_keys(item, [*path, i])
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag != "tag:yaml.org,2002:str":
+                raise yaml.MarkedYAMLError(problem="a key that is not text", problem_mark=key_node.start_mark)
+            name, line = key_node.value, key_node.start_mark.line + 1
+            if name in lines:
+                value = value_node.value if isinstance(value_node, yaml.ScalarNode) else "{...}"
+                rule = f"it is given twice, in lines {lines[name]} and {line}"
+                yield Problem(keys={_dotted([*path, name]): value}, rule=rule, fix="keep one of them")
+            lines[name] = line
+            yield from _repeated_keys(value_node, [*path, name])
+
+
+def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
+    """Set each ``KEY=VALUE`` in the tree; a problem for each that can't be."""
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not re.fullmatch(r"[^.\[\]\s]+(\.[^.\[\]\s]+|\[\d+\])*", key):
+            problems.append(Problem(keys={"--set": override}, rule="an override is KEY=VALUE", fix="write --set a.b=c"))
+            continue
+        try:
+            value, repeated = _parse(text)
+        except _NotYaml as error:
+            problems.append(Problem(keys={key: text}, rule=f"the value is not YAML ({error})", fix="quote it"))
+            continue
+        problems += repeated
+        names = [int(name[1:-1]) if name[0] == "[" else name for name in re.findall(r"\[\d+\]|[^.\[\]]+", key)]
+        at: Any = tree
+        for name, following in pairwise([*names, None]):
+            if isinstance(at, list) != isinstance(name, int) or (isinstance(at, list) and name not in range(len(at))):
+                rule = f"there is no {_dotted(names[: names.index(name) + 1])} to set"
+                problems.append(Problem(keys={key: text}, rule=rule, fix="set the whole list, written like [a, b]"))
+                break
+            if following is None:
+                at[name] = value
+            elif isinstance(name, str) and not isinstance(at.get(name), (dict, list)):
+                at[name] = {}
+            at = at[name]
+    return problems
+
+
+def _checked(tree: Tree, problems: list[Problem]) -> Job:
+    """The job of ``tree``, which is used up. Raises ConfigError with ``problems`` and all that are found here.
+
+    A bad value is told once and then replaced by a default or a stand-in, so that every rule can be tried; what a rule
+    says of a key that was bad is not told, as it may be a mere consequence.
+    """
+    problems = list(problems)
+    bad_keys = {key for problem in problems for key in problem.keys}
+
+    def tell(found: Problem) -> None:
+        if not any(_related(key, bad) for key in found.keys for bad in bad_keys):
+            problems.append(found)
+
+    while True:
+        try:
+            job = Job.model_validate(tree)
+            break
+        except ValidationError as error:
+            found = [(_path(detail, tree), detail) for detail in error.errors()]
+        for path, detail in found:
+            tell(told := _problem(path, detail))
+            bad_keys.update(told.keys)
+        for path, _ in found:
+            _repair(tree, path)
+    for told in rule_problems(job):
+        tell(told)
+    if problems:
         raise ConfigError(problems)
     return job
 
 
-def _read(path: Path) -> Tree:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError([Problem(keys={"JOB": str(path)}, rule=reason, fix="name a readable YAML job file")]) from None
-    try:
-        tree = yaml.load(text, Loader=_StrictLoader)
-    except _DuplicateKeys as error:
-        raise ConfigError(error.problems) from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f"line {where.line + 1}: " if where is not None else ""
-        rule = f"{line}{getattr(error, 'problem', None) or 'this is not YAML'}"
-        raise ConfigError([Problem(keys={"JOB": str(path)}, rule=rule, fix="correct the YAML")]) from None
-    if not isinstance(tree, dict) or not tree:
-        found = "nothing" if tree is None or tree == {} else f"a {type(tree).__name__}"
-        rule = f"a job file is a mapping of sections; this holds {found}"
-        raise ConfigError([Problem(keys={"JOB": str(path)}, rule=rule, fix="start from one in jobs/, such as tiny.yaml")])
-    return tree
+def _related(key: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one lies in the other."""
+    shorter, longer = sorted((key, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
-class _DuplicateKeys(Exception):
-    def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's safe values, with 1e-3 a number as in YAML 1.2, and no key given twice."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.duplicates: list[Problem] = []
-
-    def get_single_data(self) -> Any:
-        data = super().get_single_data()
-        if self.duplicates:
-            raise _DuplicateKeys(self.duplicates)
-        return data
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, value_node in node.value:
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, (list, dict)):
-                continue
-            if key in seen:
-                value = self.construct_object(value_node, deep=True)
-                rule = f"given twice, in lines {seen[key]} and {line}"
-                self.duplicates.append(Problem(keys={str(key): value}, rule=rule, fix="keep one of them"))
-            seen[key] = line
-        return super().construct_mapping(node, deep=deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
-
-def _with_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    problems: list[Problem] = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        names = key.strip().split(".")
-        if not equals or not all(names):
-            problems.append(Problem(keys={"--set": override}, rule="an override is KEY=VALUE", fix="write --set a.b=c"))
-            continue
-        try:
-            value = yaml.load(text, Loader=_StrictLoader)
-        except (yaml.YAMLError, _DuplicateKeys):
-            problems.append(Problem(keys={key: text}, rule="the value is not YAML", fix="quote it"))
-            continue
-        at = tree
-        for name in names[:-1]:
-            child = at.get(name)
-            child = dict(child) if isinstance(child, dict) else {}
-            at[name] = child
-            at = child
-        at[names[-1]] = value
-    if problems:
-        raise ConfigError(problems)
-    return tree
-
-
-def _validate(tree: Tree) -> tuple[Job | None, list[Problem], set[str]]:
-    """The job with every bad value replaced by its default, the problems, and the keys that were bad.
-
-    Without a default for a bad value there is no job to hold the remaining rules against.
-    """
-    problems: list[Problem] = []
-    bad_keys: set[str] = set()
-    tree = _copied(tree)
-    while True:
-        try:
-            return Job.model_validate(tree), problems, bad_keys
-        except ValidationError as error:
-            found = [(detail, _path(detail, tree)) for detail in error.errors()]
-        for detail, where in found:
-            key = _dotted(where)
-            if not any(bad == key or bad.startswith((f"{key}.", f"{key}[")) for bad in bad_keys):
-                problems.append(_problem(detail, where, tree))
-                bad_keys.add(key)
-        if not all([_repair(tree, where) for _, where in found]):
-            return None, problems, bad_keys
-
-
-# A required value that is missing or wrong is replaced by one of these, so that the other rules can still be checked.
-_STAND_INS: dict[str, Any] = {
-    "run": {"name": "x", "steps": 1},
+# What replaces a required value that is missing or bad: it passes every rule with almost any other values.
+STAND_INS: dict[str, Any] = {
+    "run": {},
     "run.name": "x",
     "run.steps": 10**9,
-    "model": {"layers": 1, "hidden": 2, "heads": 1, "ffn": 1, "vocab": 1 << 30},
+    "model": {},
     "model.layers": 1 << 20,
     "model.hidden": 1 << 20,
     "model.heads": 1,
     "model.ffn": 1 << 20,
     "model.vocab": 1 << 30,
-    "batch": {"global": 1, "seq": 1},
+    "batch": {},
     "batch.global": 1,
     "batch.seq": 1,
-    "data": {"train": [{"path": "python-stdlib"}]},
+    "data": {},
     "data.train": [{"path": "python-stdlib"}],
 }
 
 
-def _repair(tree: Tree, where: Sequence[str | int]) -> bool:
-    """Put a stand-in, or the default, where a bad value is; False if there is neither."""
-    key = ".".join(map(str, where[:2]))
-    section, name = (tree, str(where[0])) if len(where) == 1 else (tree[str(where[0])], str(where[1]))
-    if key in _STAND_INS:
-        section[name] = _copied(_STAND_INS[key])
-        return True
-    return section.pop(name, None) is not None or name not in section
+def _repair(tree: Tree, path: KeyPath) -> None:
+    """Put a stand-in where a bad value is, or take it out, so that its default holds."""
+    *section, name = map(str, path[:2])
+    at = tree[section[0]] if section else tree
+    stand_in = STAND_INS.get(".".join((*section, name)))
+    if stand_in is not None:
+        at[name] = deepcopy(stand_in)
+    else:
+        at.pop(name, None)
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _path(detail: ErrorDetails, tree: Tree) -> list[str | int]:
+def _path(detail: ErrorDetails, tree: Tree) -> KeyPath:
     """The keys of the tree that an error is about, without the names of union members that pydantic appends."""
     path: list[str | int] = []
     at: Any = tree
     for part in detail["loc"]:
         inside = part in at if isinstance(at, dict) else isinstance(at, list) and part in range(len(at))
         if not inside:
-            if detail["type"] == "missing":
-                path.append(part)
-            break
+            return [*path, part] if detail["type"] == "missing" else path
         at = at[part]
         path.append(part)
     return path
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def _dotted(path: Iterable[str | int]) -> str:
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        name = f"[{part}]" if isinstance(part, int) else part if part.isprintable() and part else repr(part)
+        text += f".{name}" if text and isinstance(part, str) else name
     return text
 
 
-def _touches(key: str, bad_keys: set[str]) -> bool:
-    return any(key == bad or key.startswith((f"{bad}.", f"{bad}[")) or bad.startswith(f"{key}.") for bad in bad_keys)
-
-
-_WANTED = {
+# The rule and the way out for each kind of error that pydantic tells; the braces are filled from its context.
+_TOLD = {
     "int_type": ("must be an integer", "write a whole number"),
-    "int_from_float": ("must be an integer", "write a whole number"),
-    "float_type": ("must be a number", "write a number such as 0.001 or 1.0e-3"),
-    "finite_number": ("must be a finite number", "write a number such as 0.001"),
+    "float_type": ("must be a number", "write a number such as 0.001 or 1e-3"),
+    "finite_number": ("must be a finite number", "write a number such as 0.001 or 1e-3"),
     "bool_type": ("must be true or false", "write true or false"),
-    "string_type": ("must be text", "quote it"),
+    "string_type": ("must be text", "write it in quotes"),
     "model_type": ("must be a mapping of keys", "write its keys below it, indented"),
-    "tuple_type": ("must be a list", "write it like [a, b]"),
+    "tuple_type": ("must be a list", "write it like {example}"),
+    "too_short": ("it has too few entries", "write it like {example}"),
+    "too_long": ("it has too many entries", "write it like {example}"),
+    "greater_than": ("must be above {gt}", "use a number above {gt}"),
+    "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
+    "less_than": ("must be below {lt}", "use a number below {lt}"),
+    "less_than_equal": ("must be at most {le}", "use {le} or less"),
+    "string_too_short": ("must not be empty", "write it, or leave the key out"),
+    "string_pattern_mismatch": ("only letters, digits, dots, dashes and underscores, at most 64", "use another name"),
+    "literal_error": ("must be {expected}", "use {expected}"),
 }
 
 
-def _problem(detail: ErrorDetails, path: Sequence[str | int], tree: Tree) -> Problem:
-    key, kind, context = _dotted(path), detail["type"], detail.get("ctx", {})
-    value: object = detail["input"] if path and kind != "missing" else None
+def _problem(path: KeyPath, detail: ErrorDetails) -> Problem:
+    kind, value = detail["type"], detail["input"]
     field = _field_at(path)
-    if kind == "missing":
-        description = (field or {}).get("description", "")
-        return Problem(keys={key: "missing"}, rule="it has no default and must be given", fix=f"add it: {description}")
+    if kind == "missing" and isinstance(path[-1], int):
+        kind, path = "too_short", path[:-1]  # of a list with a fixed number of entries; value is the list
+    elif kind == "missing":
+        assert field is not None
+        rule = "it has no default and must be given"
+        return Problem(keys={_dotted(path): "missing"}, rule=rule, fix=f"add it: {_description(field)}")
+    key = _dotted(path)
+    shown = "{...}" if isinstance(value, dict) else value
     if kind == "extra_forbidden":
-        return Problem(keys={key: value}, rule="no such key", fix=_nearest(path))
-    if isinstance(value, dict) and kind not in ("model_type",):
-        value = "{...}"
-    if _accepts_auto(path):
-        return Problem(keys={key: value}, rule="must be an integer of at least 1, or auto", fix="write one of these")
-    if kind in _WANTED:
-        rule, fix = _WANTED[kind]
-    elif kind == "literal_error":
-        expected = str(context["expected"]).replace("'", "")
-        rule, fix = f"only {expected} is possible", f"use {expected}"
-    elif kind == "string_pattern_mismatch":
-        rule, fix = "may have letters, digits, dots, dashes and underscores, at most 64", "choose another name"
-    else:
-        rule = detail["msg"][0].lower() + detail["msg"][1:].replace("Input ", "").replace("input ", "")
-        rule, fix = rule.replace("input ", ""), "change it"
-    return Problem(keys={key: value}, rule=rule, fix=fix)
+        return Problem(keys={key: shown}, rule="there is no such key", fix=_nearest(path))
+    assert field is not None
+    if Literal["auto"] in get_args(field.annotation):
+        rule, fix = "must be an integer of at least 1, or auto", "use a whole number or auto"
+        return Problem(keys={key: shown}, rule=rule, fix=fix)
+    context = dict(detail.get("ctx", {}), example=_example(field))
+    if "expected" in context:
+        context["expected"] = context["expected"].replace("'", "")
+    rule, fix = (text.format_map(context) for text in _TOLD[kind])
+    return Problem(keys={key: shown}, rule=rule, fix=fix)
 
 
-def _sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, field in Job.model_fields.items():
-        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        yield name, field.annotation
+def _field_at(path: KeyPath) -> FieldInfo | None:
+    section: type[BaseModel] | None = Job
+    field: FieldInfo | None = None
+    for name in path:
+        if isinstance(name, str):
+            field = keys_of(section).get(name) if section else None
+            section = section_of(field) if field else None
+    return field
 
 
-def _field_at(path: Sequence[str | int]) -> Mapping[str, Any] | None:
-    section = dict(_sections()).get(str(path[0])) if path else None
-    if section is None or len(path) < 2:
-        return None
-    for name, field in section.model_fields.items():
-        if (field.alias or name) == path[1]:
-            return {"description": field.description or "", "annotation": str(field.annotation)}
-    return None
+def _description(field: FieldInfo) -> str:
+    section = section_of(field)
+    if field.description or section is None:
+        return field.description or ""
+    required = [name for name, inner in keys_of(section).items() if inner.is_required()]
+    return f"a mapping with at least {', '.join(required)}"
 
 
-def _accepts_auto(path: Sequence[str | int]) -> bool:
-    field = _field_at(path)
-    return field is not None and "Literal['auto']" in field["annotation"] and "int" in field["annotation"]
-
-
-def known_keys() -> dict[str, list[str]]:
-    """The keys of every section, by section."""
-    return {name: [f.alias or key for key, f in model.model_fields.items()] for name, model in _sections()}
+def _example(field: FieldInfo) -> str:
+    return str(list(field.default)) if isinstance(field.default, tuple) else "[{path: python-stdlib}]"
 
 
 # What other systems call our keys.
@@ -280,6 +329,7 @@ _ELSEWHERE = {
     "hidden_size": "model.hidden",
     "num_attention_heads": "model.heads",
     "num_key_value_heads": "model.kv_heads",
+    "num_query_groups": "model.kv_heads",
     "ffn_hidden_size": "model.ffn",
     "intermediate_size": "model.ffn",
     "vocab_size": "model.vocab",
@@ -295,22 +345,28 @@ _ELSEWHERE = {
 }
 
 
-def _nearest(path: Sequence[str | int]) -> str:
-    """What to write instead of an unknown key: the nearest name in its section, or the section it belongs to."""
-    keys = known_keys()
-    section, wrong = str(path[0]), str(path[-1]).replace("-", "_")
-    if len(path) > 2:
-        return f"the keys of {_dotted(path[:-1])} are {', '.join(Source.model_fields)}"
-    names = {name: f"{section}.{name}" for name in keys.get(section, [])}
-    if len(path) == 1:
-        names = {name: name for name in keys}
-    for candidates, cutoff in ((names, 0.7), (_ELSEWHERE, 0.7), (_homes(keys), 0.8), (names, 0.5)):
+def _nearest(path: KeyPath) -> str:
+    """What to write instead of an unknown key: the section it belongs to, or the nearest name in this one."""
+    *parents, last = path
+    wrong = str(last).replace("-", "_")
+    section = section_of(field) if (field := _field_at(parents)) else Job
+    assert section is not None
+    here = {name: _dotted([*parents, name]) for name in keys_of(section)}
+    home, _, inner = wrong.partition(".")
+    if not parents and inner and home in here:
+        return f"write {inner} below {home}:, indented"
+    homes: Mapping[str, str] = _homes()
+    for candidates, cutoff in ((homes, 1.0), (here, 0.7), (_ELSEWHERE, 0.7), (homes, 0.8), (here, 0.5)):
         near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
         if near:
             return f"did you mean {candidates[near[0]]}?"
-    return f"the keys here are {', '.join(names)}"
+    return f"the keys here are {', '.join(here)}"
 
 
-def _homes(keys: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Every key's full name by its own name."""
-    return {name: f"{section}.{name}" for section, names in keys.items() for name in names}
+def _homes() -> dict[str, str]:
+    """The full names of every key by its own name, such as "eval.every or checkpoint.every"."""
+    homes: dict[str, list[str]] = {}
+    for section, field in Job.model_fields.items():
+        for name in keys_of(section_of(field) or Job):
+            homes.setdefault(name, []).append(f"{section}.{name}")
+    return {name: " or ".join(full) for name, full in homes.items()}

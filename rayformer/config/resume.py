@@ -9,7 +9,7 @@ from rayformer.errors import Problem
 
 # Where something runs and how it is shown may change; what decides the curve may not.
 _FREE_SECTIONS = {"layout", "schedule", "recovery", "checkpoint", "observe", "cluster", "faults"}
-_FREE_KEYS = {"optim.zero", "batch.micro", "run.stop_at", "run.name", "run.dir", "batch.virtual_ranks"}
+_FREE_KEYS = {"optim.zero", "batch.micro", "run.stop_at", "run.name", "run.dir"}
 
 
 def resume_problems(
@@ -17,8 +17,11 @@ def resume_problems(
 ) -> list[Problem]:
     """A problem for every value of the resolved job ``asked`` that differs from ``recorded`` and may not.
 
-    ``allowed`` are keys that the user permits to change with ``--allow-change``.
+    ``allowed`` are keys that the user permits to change with ``--allow-change``. Virtual ranks may change in one way:
+    a larger dp raises them.
     """
+    old_ranks, new_ranks = (job["batch"]["virtual_ranks"] for job in (recorded, asked))
+    raised = {"batch.virtual_ranks"} if asked["layout"]["dp"] == new_ranks > old_ranks else set()
     return [
         Problem(
             keys={key: new},
@@ -26,7 +29,7 @@ def resume_problems(
             fix=f"set it back, or --allow-change {key}, or --fresh to start anew",
         )
         for key, old, new in _changes(recorded, asked, "")
-        if key.split(".")[0] not in _FREE_SECTIONS and key not in _FREE_KEYS and key not in allowed
+        if key.split(".")[0] not in _FREE_SECTIONS and key not in {*_FREE_KEYS, *raised, *allowed}
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from rayformer.config.job import Job
 from rayformer.errors import Problem
@@ -31,24 +32,18 @@ def _not_built(job: Job) -> Iterator[Problem]:
         section, name = key.split(".")
         value = getattr(getattr(job, section), name)
         if value != only:
-            shown = str(only).lower()
-            yield Problem(keys={key: value}, rule=f"only {shown} is possible so far", fix=f"use {shown} or leave it out")
+            rule = f"only {str(only).lower()} is possible so far"
+            yield Problem(keys={key: value}, rule=rule, fix="leave it out")
 
 
 def _model(job: Job) -> Iterator[Problem]:
     model = job.model
-    if model.hidden % model.heads:
-        yield Problem(
-            keys={"model.hidden": model.hidden, "model.heads": model.heads},
-            rule="heads must divide hidden",
-            fix=f"use {_some(_divisors(model.hidden))} heads",
-        )
-    elif model.head_dim % 2:
-        yield Problem(
-            keys={"model.hidden": model.hidden, "model.heads": model.heads},
-            rule=f"rotary positions need an even head width, this is {model.head_dim}",
-            fix="change heads or hidden so that hidden / heads is even",
-        )
+    if model.hidden % (2 * model.heads):
+        rule = "heads must divide hidden"
+        if model.hidden % model.heads == 0:
+            rule = f"rotary positions need an even head width, and hidden / heads = {model.head_dim}"
+        even = "use an even hidden" if model.hidden % 2 else f"use {_some(_divisors(model.hidden // 2))} heads"
+        yield Problem(keys={"model.hidden": model.hidden, "model.heads": model.heads}, rule=rule, fix=even)
     if model.heads % model.num_kv_heads:
         yield Problem(
             keys={"model.heads": model.heads, "model.kv_heads": model.num_kv_heads},
@@ -59,18 +54,19 @@ def _model(job: Job) -> Iterator[Problem]:
 
 def _layout(job: Job) -> Iterator[Problem]:
     model, tp, pp = job.model, job.layout.tp, job.layout.pp
-    for name, count in (("heads", model.heads), ("kv_heads", model.num_kv_heads), ("ffn", model.ffn)):
+    divided = {"heads": model.heads, "kv_heads": model.kv_heads or 0, "ffn": model.ffn}
+    for name, count in divided.items():
         if count % tp:
             yield Problem(
                 keys={"layout.tp": tp, f"model.{name}": count},
                 rule=f"tp must divide {name}",
-                fix=f"use tp {_some(_divisors(count))}",
+                fix=f"use tp {_some(_divisors(gcd(*divided.values())))}",
             )
     if model.vocab < tp:
         yield Problem(
             keys={"layout.tp": tp, "model.vocab": model.vocab},
             rule="every tp rank needs at least one token id",
-            fix="use a smaller tp",
+            fix=f"use tp of at most {model.vocab}",
         )
     if model.layers < pp:
         yield Problem(
@@ -106,20 +102,22 @@ def _lengths(job: Job) -> Iterator[Problem]:
         yield Problem(
             keys={"run.stop_at": run.stop_at, "run.steps": run.steps},
             rule="the run ends before stop_at",
-            fix="use a smaller stop_at or leave it out",
+            fix=f"use a stop_at of at most {run.steps}, or leave it out",
         )
     if optim.min_lr > optim.lr:
         yield Problem(
             keys={"optim.min_lr": optim.min_lr, "optim.lr": optim.lr},
             rule="min_lr must not be above lr",
-            fix="lower min_lr",
+            fix=f"use a min_lr of at most {optim.lr!r}",
         )
-    decay_steps = run.steps if optim.decay_steps == "auto" else optim.decay_steps
-    if optim.decay != "constant" and optim.warmup_steps > decay_steps:
+    end, end_key = optim.decay_steps, "optim.decay_steps"
+    if end == "auto":
+        end, end_key = run.steps, "run.steps"
+    if optim.decay == "cosine" and optim.warmup_steps > end:
         yield Problem(
-            keys={"optim.warmup_steps": optim.warmup_steps, "optim.decay_steps": decay_steps},
+            keys={"optim.warmup_steps": optim.warmup_steps, end_key: end},
             rule="the warm-up must end before the decay does",
-            fix="lower warmup_steps or raise decay_steps",
+            fix=f"use warmup_steps of at most {end}, or a larger {end_key}",
         )
 
 

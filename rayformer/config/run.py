@@ -18,7 +18,9 @@ class RunConfig(Section):
     dir: Annotated[str, Field(min_length=1)] = Field(
         "runs", description="Folder that holds the run's folder; relative to where the command is given."
     )
-    seed: CountOrZero = Field(1234, description="Decides the initial weights and the order of the samples.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1234, description="Decides the initial weights and the order of the samples."
+    )
     steps: Count = Field(description="Number of updates after which the run is finished.")
     stop_at: CountOrZero | None = Field(
         None, description="Write a checkpoint after this many updates and exit with status 75; 0 is the initial state."

@@ -15,7 +15,7 @@ def learning_rate(update: int, section: OptimConfig) -> float:
     """
     warmup = section.warmup_steps
     if update <= warmup:
-        return section.lr * update / warmup
+        return section.lr * (update / warmup)  # exactly lr at its end
     if section.decay == "constant":
         return section.lr
     if update >= section.num_decay_steps:

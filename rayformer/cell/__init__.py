@@ -1,0 +1,1 @@
+"""One cell's numerics, built and run; knows nothing of Ray."""

@@ -1,0 +1,94 @@
+"""The training loop of one cell: a generator of events, which others interleave with what they like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rayformer.cell.build import Cell
+from rayformer.cell.flops import flops_per_token
+from rayformer.cell.sample import sample_text
+from rayformer.cell.state import save_checkpoint
+from rayformer.cell.step import StepRunner
+from rayformer.errors import RunError
+from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport
+
+MAX_SKIPPED = 10
+
+
+def train(
+    cell: Cell, *, checkpoints: Path, done_steps: int, until: int, should_stop: Callable[[], bool]
+) -> Iterator[CellEvent]:
+    """Run the steps after ``done_steps`` up to ``until``, with the evaluations and checkpoints that the job asks for.
+
+    ``should_stop`` is asked once a step, before the vote; if it says so on any cell, all stop after that step with a
+    checkpoint. Ends with CellDone. Raises RunError after ten steps in a row whose gradient was not finite.
+    """
+    job = cell.job
+    runner = StepRunner(cell)
+    generation, flops = cell.groups.generation, flops_per_token(job.model, job.batch.seq)
+    skipped_in_row = 0
+    if until == done_steps:
+        saved = _save(cell, checkpoints, done_steps)
+        yield saved
+        yield _done(cell, done_steps, saved)
+    for step in range(done_steps + 1, until + 1):
+        started = time.monotonic()
+        consumed = (step - 1) * job.batch.global_
+        lr = runner.next_lr()
+        measured = runner.begin(consumed)
+        vote = runner.vote(stop=should_stop())
+        runner.finish(measured, lr)
+        step_s = time.monotonic() - started
+        skipped_in_row = skipped_in_row + 1 if measured.nonfinite else 0
+        last = step == until or vote.stop
+        evaluates = step == job.run.steps or (job.eval.every > 0 and step % job.eval.every == 0)
+        saves = last or (job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
+        eval_loss = runner.evaluate(job.eval.batches) if evaluates else None
+        saved = _save(cell, checkpoints, step) if saves else None
+        yield StepReport(
+            generation=generation,
+            step=step,
+            loss=measured.loss,
+            grad_norm=measured.norm,
+            lr=lr,
+            tokens=job.batch.global_ * job.batch.seq,
+            valid_tokens=measured.valid_tokens,
+            consumed_samples=step * job.batch.global_,
+            step_s=step_s,
+            skipped=bool(measured.nonfinite),
+            nonfinite=measured.nonfinite,
+            eval_loss=eval_loss,
+            state_hash=saved.state_hash if saved else None,
+            flops_per_token=flops,
+        )
+        if saved:
+            yield saved
+        if skipped_in_row == MAX_SKIPPED:
+            raise RunError(
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, last in {', '.join(measured.nonfinite)};"
+                " lower optim.lr or look at the data of these steps"
+            )
+        if last:
+            assert saved is not None
+            yield _done(cell, step, saved)
+            return
+
+
+def _save(cell: Cell, checkpoints: Path, step: int) -> CheckpointSaved:
+    return save_checkpoint(
+        cell, checkpoints, step=step, consumed_samples=step * cell.job.batch.global_, keep=cell.job.checkpoint.keep
+    )
+
+
+def _done(cell: Cell, step: int, saved: CheckpointSaved) -> CellDone:
+    finished = step == cell.job.run.steps
+    writes = finished and cell.groups.cell.dp == 0
+    return CellDone(
+        generation=cell.groups.generation,
+        outcome="finished" if finished else "stopped",
+        step=step,
+        checkpoint=saved.path,
+        sample=sample_text(cell) if writes else None,
+    )

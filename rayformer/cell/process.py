@@ -1,0 +1,34 @@
+"""What a process that hosts a cell sets once: threads, kernels, and what must be recorded because bits depend on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import numpy as np
+import torch
+
+from rayformer.config.job import Job
+
+
+def prepare_process(job: Job, device: torch.device) -> None:
+    """Set one CPU thread for this process, and deterministic kernels if the job asks for them."""
+    torch.set_num_threads(1)
+    if job.precision.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.benchmark = False
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """What the bits of a run depend on besides the job."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,67 @@
+"""Text from the trained model: every cell of the first replica takes part, one token at a time.
+
+Draws are keyed by (seed, "sample", position), so the text is a function of the weights and the seed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import xxhash
+
+from rayformer.cell.build import Cell
+from rayformer.data.tokenizers import get_tokenizer
+from rayformer.shards import share_start
+from rayformer.stages.instructions import RecvAct, SendAct
+
+PROMPT = "def "
+
+
+@torch.no_grad()
+def sample_text(cell: Cell, *, num_tokens: int = 160, temperature: float = 0.7) -> str:
+    """Continue ``def `` by ``num_tokens`` tokens; all cells of a replica must call it, and all get the same text."""
+    groups, seq, seed = cell.groups, cell.job.batch.seq, cell.job.run.seed
+    tokenizer = get_tokenizer(cell.job.data.tokenizer)
+    ids = [int(i) for i in tokenizer.encode(PROMPT)]
+    bits = np.random.Philox(key=[seed, xxhash.xxh3_64_intdigest(b"sample")])
+    draws = np.random.Generator(bits).random(num_tokens)
+    last_rank = groups.model.size - groups.layout.tp  # the first tp rank of the last stage
+    token = torch.zeros(1, dtype=torch.int64, device=groups.device)
+    for draw in draws:
+        context = ids[-seq:]
+        logits = _logits(cell, context, len(context) - 1)
+        if logits is not None:
+            weights = torch.softmax(logits.double() / temperature, dim=-1).cumsum(dim=-1)
+            token[0] = min(int((weights < float(draw) * float(weights[-1])).sum()), len(weights) - 1)
+        groups.model.broadcast(token, last_rank).wait()
+        ids.append(int(token))
+        if ids[-1] == tokenizer.eod:
+            break
+    return tokenizer.decode(np.array(ids))
+
+
+def _logits(cell: Cell, context: list[int], position: int) -> torch.Tensor | None:
+    """The logits [V] after ``context``, on the last stage; the context is padded to a whole sample."""
+    stage, pp = cell.stage, cell.groups.pp
+    batch, seq = cell.job.batch.micro, cell.job.batch.seq
+    if stage.is_first:
+        x = torch.zeros(batch, seq, dtype=torch.int64, device=cell.groups.device)
+        x[0, : len(context)] = torch.tensor(context)
+    else:
+        x = cell.channel.recv(RecvAct(0, peer=pp.rank - 1))
+    y = stage(x)
+    if not stage.is_last:
+        cell.channel.send(SendAct(0, peer=pp.rank + 1), y)
+        cell.channel.flush()
+        return None
+    return _whole(cell, y[0, position])
+
+
+def _whole(cell: Cell, part: torch.Tensor) -> torch.Tensor:
+    """The logits of the whole vocabulary from every tp rank's part."""
+    tp, vocab = cell.groups.tp, cell.job.model.vocab
+    whole = part.new_zeros(vocab)
+    start = share_start(vocab, tp.size, tp.rank)
+    whole[start : start + part.numel()] = part
+    tp.all_reduce(whole).wait()
+    return whole

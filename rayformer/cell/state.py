@@ -1,0 +1,94 @@
+"""A cell's state in model coordinates: hash it, write it to a checkpoint, fill it from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from rayformer.cell.build import Cell
+from rayformer.cell.process import environment
+from rayformer.ckpt.hash import box_hash, shown
+from rayformer.ckpt.manifest import Manifest, ShardRecord, read_manifest, step_folder
+from rayformer.ckpt.reader import read_boxes
+from rayformer.ckpt.writer import BoxValue, commit, prune, write_shards
+from rayformer.errors import CheckpointError
+from rayformer.events import CheckpointSaved
+from rayformer.optim.adamw import StateShard
+from rayformer.shards import Box
+
+
+def state_hash(cell: Cell) -> str:
+    """The hash of the whole state, on every cell; each hashes what it alone answers for."""
+    mine = 0
+    for tensor, box, values in _unique(cell):
+        mine += box_hash(tensor, box, cell.specs[tensor.rpartition("@")[0]].shape, values)
+    return shown(sum(cell.groups.world.gather_values(mine % 2**64)))
+
+
+def save_checkpoint(cell: Cell, directory: Path, *, step: int, consumed_samples: int, keep: int) -> CheckpointSaved:
+    """Write the state as step ``step`` of ``directory``; every cell of the run must call it.
+
+    Each cell writes its shards, and the first one the manifest when all are done. When this returns, the checkpoint
+    exists, and on every cell.
+    """
+    started = time.monotonic()
+    folder = directory / step_folder(step)
+    world = cell.groups.world
+    records = write_shards(folder, str(cell.groups.cell), _unique(cell), cell.specs)
+    found = state_hash(cell)
+    gathered = world.gather_values([(r.tensor, r.shape, r.dtype, r.to_json()) for r in records])
+    if world.rank == 0:
+        job, degrees = cell.job, cell.groups.layout
+        manifest = Manifest(
+            step=step,
+            consumed_samples=consumed_samples,
+            layout={axis: degrees.size(axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")},
+            virtual_ranks=job.batch.num_virtual_ranks,
+            order=job.data.order,
+            job=job.dump(),
+            environment=environment(cell.groups.device),
+            state_hash=found,
+            shards=[ShardRecord.from_json(*record) for part in gathered for record in part],
+            extra={"updates": cell.optimizer.num_updates},
+        )
+        commit(folder, manifest)
+        prune(directory, keep)
+    world.barrier()
+    return CheckpointSaved(
+        generation=cell.groups.generation,
+        step=step,
+        path=str(folder),
+        state_hash=found,
+        seconds=time.monotonic() - started,
+    )
+
+
+def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
+    """Fill the cell from the checkpoint in ``folder``, whatever layout wrote it, and verify the hash of the whole.
+
+    Raises CheckpointError if the model differs, bytes were changed, or the hash is not the manifest's.
+    """
+    manifest = read_manifest(folder)
+    shapes = manifest.shapes()
+    for name, spec in cell.specs.items():
+        found = shapes.get(f"{name}@master")
+        if found is not None and found != spec.shape:
+            raise CheckpointError(f"{folder}: {name} has shape {list(found)}, the model's is {list(spec.shape)}")
+    read_boxes(folder, manifest, map(_as_numpy, cell.optimizer.owned_state()))
+    cell.optimizer.num_updates = manifest.extra["updates"]
+    cell.optimizer.gather_parameters()
+    loaded = state_hash(cell)
+    if loaded != manifest.state_hash:
+        raise CheckpointError(f"{folder}: its state hash is {manifest.state_hash}, what was loaded has {loaded}")
+    return manifest
+
+
+def _unique(cell: Cell) -> Iterator[BoxValue]:
+    return map(_as_numpy, cell.optimizer.unique_state())
+
+
+def _as_numpy(shard: StateShard) -> tuple[str, Box, np.ndarray]:
+    return shard.tensor, shard.box, shard.value.numpy()
