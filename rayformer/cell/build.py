@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rayformer.config.job import Job
-from rayformer.data.corpus import open_corpus
+from rayformer.data.corpus import corpus_path, open_corpus
 from rayformer.data.loader import HeldOutOrder, SampleReader, TrainingOrder
 from rayformer.groups import Groups
 from rayformer.models import llama
@@ -58,8 +58,18 @@ class Cell:
         return self.parameters.buffer.data_ptr()
 
 
-def build_cell(job: Job, groups: Groups, *, corpus_cache: Path, bucket_elements: int = BUCKET_ELEMENTS) -> Cell:
-    """Build the cell that ``groups`` belong to, with its initial weights. Reads data only where it is needed."""
+def build_cell(
+    job: Job,
+    groups: Groups,
+    *,
+    corpus_cache: Path,
+    base_dir: Path = Path(),
+    bucket_elements: int = BUCKET_ELEMENTS,
+) -> Cell:
+    """Build the cell that ``groups`` belong to, with its initial weights.
+
+    Data is read only where it is needed; relative data paths start from ``base_dir``.
+    """
     degrees, at, device = groups.layout, groups.cell, groups.device
     blocks, loss = llama.build(job.model)
     ctx = Context(tp=groups.tp, seed=job.run.seed, device=device)
@@ -74,7 +84,7 @@ def build_cell(job: Job, groups: Groups, *, corpus_cache: Path, bucket_elements:
     per_leaf = job.batch.num_microbatches // num_leaves
     leaf_of = [leaf for leaf in leaves for _ in range(per_leaf)]
     programs = lower(get_schedule(job.schedule.name)(degrees.pp, 1, len(leaf_of)))
-    training, held_out = _orders(job, corpus_cache) if stage.is_first or stage.is_last else (None, None)
+    training, held_out = _orders(job, corpus_cache, base_dir) if stage.is_first or stage.is_last else (None, None)
     return Cell(
         job=job,
         groups=groups,
@@ -95,9 +105,12 @@ def build_cell(job: Job, groups: Groups, *, corpus_cache: Path, bucket_elements:
     )
 
 
-def _orders(job: Job, corpus_cache: Path) -> tuple[TrainingOrder, HeldOutOrder | None]:
+def _orders(job: Job, corpus_cache: Path, base_dir: Path) -> tuple[TrainingOrder, HeldOutOrder | None]:
     corpus = open_corpus(
-        job.data.train[0].path, split=job.data.split, tokenizer=job.data.tokenizer, cache_dir=corpus_cache
+        corpus_path(job.data.train[0].path, base_dir),
+        split=job.data.split,
+        tokenizer=job.data.tokenizer,
+        cache_dir=corpus_cache,
     )
     readers = [
         None if stream is None else SampleReader(stream, seq=job.batch.seq, vocab=job.model.vocab)

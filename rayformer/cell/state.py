@@ -11,7 +11,7 @@ import numpy as np
 from rayformer.cell.build import Cell
 from rayformer.cell.process import environment
 from rayformer.ckpt.hash import box_hash, shown
-from rayformer.ckpt.manifest import Manifest, ShardRecord, read_manifest, step_folder
+from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, read_manifest, step_folder
 from rayformer.ckpt.reader import read_boxes
 from rayformer.ckpt.writer import BoxValue, commit, prune, write_shards
 from rayformer.errors import CheckpointError
@@ -37,6 +37,9 @@ def save_checkpoint(cell: Cell, directory: Path, *, step: int, consumed_samples:
     started = time.monotonic()
     folder = directory / step_folder(step)
     world = cell.groups.world
+    if world.rank == 0:
+        (folder / MANIFEST).unlink(missing_ok=True)  # one of an earlier attempt would vouch for half-written files
+    world.barrier()
     records = write_shards(folder, str(cell.groups.cell), _unique(cell), cell.specs)
     found = state_hash(cell)
     gathered = world.gather_values([(r.tensor, r.shape, r.dtype, r.to_json()) for r in records])

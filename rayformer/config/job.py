@@ -19,7 +19,7 @@ from rayformer.config.section import Section
 
 
 class Schedule(Section):
-    """Section ``schedule``: the order in which a stage works through its microbatches."""
+    """The order in which a stage works through its microbatches."""
 
     name: str = Field("1f1b", description="Pipeline schedule: gpipe or 1f1b.")
 

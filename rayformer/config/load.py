@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -20,22 +20,24 @@ from rayformer.config.rules import rule_problems
 from rayformer.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
+Check = Callable[[Job], Iterable[Problem]]
 KeyPath = Sequence[str | int]
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+def load_job(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Job:
     """The job in the YAML file ``path`` with ``KEY=VALUE`` overrides applied.
 
-    Raises ConfigError with every problem that can be seen in the file itself.
+    ``checks`` are further questions to a job, such as whether its files exist. Raises ConfigError with every problem
+    that the file, the rules between keys and the checks show, all at once.
     """
     tree, problems = _read(path)
     problems += _override(tree, overrides)
-    return _checked(tree, problems)
+    return _checked(tree, problems, checks)
 
 
-def job_from_tree(tree: Tree) -> Job:
+def job_from_tree(tree: Tree, checks: Sequence[Check] = ()) -> Job:
     """The job of plain values. Raises ConfigError with every problem found."""
-    return _checked(deepcopy(tree), [])
+    return _checked(deepcopy(tree), [], checks)
 
 
 def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -165,7 +167,7 @@ def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
     return problems
 
 
-def _checked(tree: Tree, problems: list[Problem]) -> Job:
+def _checked(tree: Tree, problems: list[Problem], checks: Sequence[Check]) -> Job:
     """The job of ``tree``, which is used up. Raises ConfigError with ``problems`` and all that are found here.
 
     A bad value is told once and then replaced by a default or a stand-in, so that every rule can be tried; what a rule
@@ -189,8 +191,9 @@ def _checked(tree: Tree, problems: list[Problem]) -> Job:
             bad_keys.update(told.keys)
         for path, _ in found:
             _repair(tree, path)
-    for told in rule_problems(job):
-        tell(told)
+    for check in (rule_problems, *checks):
+        for told in check(job):
+            tell(told)
     if problems:
         raise ConfigError(problems)
     return job

@@ -45,6 +45,11 @@ class Corpus:
     held_out: TokenStream | None
 
 
+def corpus_path(path: str, base_dir: Path) -> str:
+    """The path as it can be opened from anywhere: a relative one starts from base_dir."""
+    return path if path == PYTHON_STDLIB else str(base_dir / path)
+
+
 def open_corpus(path: str, *, split: Sequence[float], tokenizer: str, cache_dir: Path) -> Corpus:
     """Open `python-stdlib` or a .bin/.idx pair (given by its prefix, or by either file).
 

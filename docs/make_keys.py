@@ -1,0 +1,102 @@
+"""Writes docs/keys.md, the table of every key of a job file, from the models in rayformer/config/.
+
+    python docs/make_keys.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rayformer.config.job import Job
+from rayformer.config.load import keys_of, section_of
+
+HEAD = """\
+# Keys of a job file
+
+Written by `python docs/make_keys.py` from the models in `rayformer/config/`; change a key there.
+
+A job file is one YAML mapping of the sections below. What has a default may be left out. `rayformer train JOB --set
+KEY=VALUE` overrides a key, written like `optim.lr` or `data.train[0].path`. Values are those of YAML 1.2: `1e-3` is a
+number, `yes` is text. An unknown key, a key given twice and an alias are refused.
+"""
+
+
+def keys_page() -> str:
+    """The whole page."""
+    sections = [(name, section_of(field)) for name, field in keys_of(Job).items()]
+    return "\n".join([HEAD, *(line for name, section in sections if section for line in _section(name, section))])
+
+
+def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
+    yield f"## {name}\n\n{section.__doc__}\n"
+    yield "| key | value | default | meaning |"
+    yield "| --- | --- | --- | --- |"
+    yield from _rows(name, section)
+    yield ""
+
+
+def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
+    for key, field in keys_of(section).items():
+        kind = _kind(field.annotation, field.metadata)
+        yield f"| `{prefix}.{key}` | {kind} | {_default(field)} | {field.description} |"
+        if inner := section_of(field):
+            yield from _rows(f"{prefix}.{key}[i]", inner)
+
+
+def _kind(annotation: Any, bounds: list[Any]) -> str:
+    """A type in a reader's words, such as "integer from 1, or auto"."""
+    arguments = [a for a in get_args(annotation) if a is not Ellipsis]
+    if get_origin(annotation) is Literal:
+        choices = [str(choice) for choice in arguments]
+        return " or ".join([", ".join(choices[:-1]), choices[-1]]) if len(choices) > 1 else choices[0]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a mapping"
+    if get_origin(annotation) is tuple:
+        count = "" if Ellipsis in get_args(annotation) else f"{len(arguments)}, "
+        return f"list of {count}each {_kind(arguments[0], [])}"
+    if hasattr(annotation, "__metadata__"):
+        return _kind(annotation.__origin__, _flat(annotation.__metadata__))
+    if arguments:
+        return ", or ".join(_kind(argument, []) for argument in arguments)
+    name = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}[annotation]
+    return ", ".join([name, *_bounds(bounds)])
+
+
+def _flat(metadata: tuple[Any, ...]) -> list[Any]:
+    return [bound for item in metadata for bound in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _bounds(bounds: list[Any]) -> Iterator[str]:
+    for bound in bounds:
+        match bound:
+            case Ge(ge):
+                yield f"at least {ge:g}"  # type: ignore[str-format]
+            case Gt(gt):
+                yield f"above {gt:g}"  # type: ignore[str-format]
+            case Lt(lt):
+                yield f"below {lt:g}" if isinstance(lt, float) or lt < 1000 else f"below 2^{lt.bit_length() - 1}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    match field.default:
+        case None:
+            return "null"
+        case bool() as flag:
+            return str(flag).lower()
+        case tuple() as items:
+            return str(list(items))
+        case value:
+            return str(value)
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "keys.md").write_text(keys_page(), encoding="utf-8")

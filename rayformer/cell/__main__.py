@@ -1,0 +1,165 @@
+"""``python -m rayformer.cell JOB``: the same run without Ray, in one process or one of many under torchrun.
+
+Takes the arguments of ``rayformer train``, writes the same run folder, gives the same exit statuses and the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from rayformer.cell.build import Cell, build_cell
+from rayformer.cell.loop import train
+from rayformer.cell.plan import (
+    EXIT_ABORTED,
+    EXIT_BAD_JOB,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    RunPlan,
+    data_parallel_width,
+    job_problems,
+    open_run,
+    plan_run,
+)
+from rayformer.cell.process import prepare_process
+from rayformer.cell.state import load_checkpoint
+from rayformer.config.load import load_job
+from rayformer.errors import ConfigError, RayformerError
+from rayformer.events import CellDone
+from rayformer.groups import Groups
+from rayformer.observe.display import make_display
+from rayformer.observe.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which process this is, from the variables that torchrun sets; without them, the only one."""
+
+    rank: int
+    world: int
+    local_rank: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Place:
+        names = {"rank": ("RANK", "0"), "world": ("WORLD_SIZE", "1"), "local_rank": ("LOCAL_RANK", "0")}
+        return cls(**{field: int(environ.get(*name)) for field, name in names.items()})
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run one process of a job; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m rayformer.cell", description=__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY")
+    options = parser.parse_args(arguments)
+    place = Place.of(environ)
+    try:
+        job = load_job(options.job, options.overrides, [job_problems])
+        dp = data_parallel_width(job, place.world, exact=True)
+        plan = plan_run(job, dp=dp, fresh=options.fresh, allowed=options.allow_change)
+        return _run(plan, place, fresh=options.fresh)
+    except ConfigError as error:
+        for problem in error.problems if place.rank == 0 else ():
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_BAD_JOB
+    except RayformerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _run(plan: RunPlan, place: Place, *, fresh: bool) -> int:
+    stop = _StopFlag()
+    with ExitStack() as stack:
+        recorder = stack.enter_context(_recorder(plan, fresh)) if place.rank == 0 else None
+        if plan.is_done:
+            done = CellDone(
+                generation=1, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from)
+            )
+        else:
+            cell = stack.enter_context(_cell(plan, place))
+            done = _train(plan, cell, stop, recorder)
+        if recorder is not None:
+            recorder.display.close()
+            print(recorder.summary(done))
+    return EXIT_FINISHED if done.outcome == "finished" else EXIT_STOPPED
+
+
+def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None) -> CellDone:
+    events = train(
+        cell,
+        checkpoints=plan.checkpoints,
+        done_steps=plan.done_steps,
+        until=plan.until,
+        should_stop=lambda: stop.is_set,
+    )
+    for event in events:
+        if recorder is not None:
+            recorder.take(event)
+        if isinstance(event, CellDone):
+            return event
+    raise AssertionError("the loop ended without CellDone")
+
+
+@contextmanager
+def _recorder(plan: RunPlan, fresh: bool) -> Iterator[Recorder]:
+    """Holds the run's folder, made ready, for as long as this process runs it."""
+    with open_run(plan, fresh=fresh):
+        job = plan.job
+        display = make_display(job.observe.progress, sys.stdout, run=job.run.name, every_step=True)
+        recorder = Recorder(plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=display)
+        try:
+            for note in plan.notes:
+                display.note(note)
+            yield recorder
+        finally:
+            recorder.close()
+
+
+@contextmanager
+def _cell(plan: RunPlan, place: Place) -> Iterator[Cell]:
+    job = plan.job
+    device = torch.device("cuda", place.local_rank) if job.cluster.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    prepare_process(job, device)
+    store = next(iter(dist.rendezvous("env://")))[0] if place.world > 1 else None
+    groups = Groups.form(
+        layout=job.layout.degrees, rank=place.rank, generation=1, run=job.run.name, store=store, device=device
+    )
+    try:
+        cell = build_cell(job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
+        if plan.start_from is not None:
+            load_checkpoint(cell, plan.start_from)
+        yield cell
+    finally:
+        groups.close()
+
+
+class _StopFlag:
+    """Set by the first SIGINT or SIGTERM; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            os._exit(EXIT_ABORTED)
+        self.is_set = True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,33 @@
+"""What a failed run says: the first cause first, its consequences grouped below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayformer.events import CellError
+
+_WEIGHT = {"died": 0, "raised": 1, "collateral": 2}
+
+
+def first_cause(errors: Sequence[CellError]) -> CellError:
+    """The error that explains the others: a death before an exception before a broken collective, then by arrival."""
+    return min(errors, key=lambda error: _WEIGHT[error.kind])
+
+
+def explain(errors: Sequence[CellError]) -> str:
+    """One message for all errors of a run."""
+    cause = first_cause(errors)
+    where = f"cell {cause.cell} ({cause.worker}): " if cause.cell else ""
+    lines = [f"{where}{cause.message}"]
+    alike = [e for e in errors if e is not cause and e.kind != "collateral" and e.message == cause.message]
+    if alike:
+        lines.append(f"  the same in {len(alike)} more: {', '.join(e.cell for e in alike)}")
+    for error in errors:
+        if error is not cause and error not in alike and error.kind != "collateral":
+            lines.append(f"  then cell {error.cell} ({error.worker}): {error.message}")
+    collateral = [e.cell for e in errors if e is not cause and e.kind == "collateral"]
+    if collateral:
+        lines.append(f"  cells that only lost their connection to it: {', '.join(collateral)}")
+    if cause.detail:
+        lines.append(cause.detail)
+    return "\n".join(lines)

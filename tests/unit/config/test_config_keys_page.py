@@ -1,0 +1,22 @@
+"""docs/keys.md: every key, and as the code has it."""
+
+import re
+import runpy
+from pathlib import Path
+
+from rayformer.config.job import Job
+from rayformer.config.load import keys_of, section_of
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "keys.md").read_text(encoding="utf-8")
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE == runpy.run_path(str(DOCS / "make_keys.py"))["keys_page"](), "run python docs/make_keys.py"
+
+
+def test_the_page_has_every_key_and_a_sentence_for_each():
+    rows = dict(re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", PAGE, re.MULTILINE))
+    keys = {f"{name}.{key}" for name, field in Job.model_fields.items() for key in keys_of(section_of(field) or Job)}
+    assert keys | {"data.train[i].path", "data.train[i].weight"} == set(rows)
+    assert [key for key, sentence in rows.items() if not re.fullmatch(r"\S.{10,}\.", sentence)] == []
