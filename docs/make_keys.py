@@ -77,11 +77,11 @@ def _bounds(bounds: list[Any]) -> Iterator[str]:
     for bound in bounds:
         match bound:
             case Ge(ge):
-                yield f"at least {ge:g}"  # type: ignore[str-format]
+                yield f"at least {ge:g}"
             case Gt(gt):
-                yield f"above {gt:g}"  # type: ignore[str-format]
+                yield f"above {gt:g}"
             case Lt(lt):
-                yield f"below {lt:g}" if isinstance(lt, float) or lt < 1000 else f"below 2^{lt.bit_length() - 1}"
+                yield f"below 2^{lt.bit_length() - 1}" if isinstance(lt, int) else f"below {lt:g}"
 
 
 def _default(field: FieldInfo) -> str:

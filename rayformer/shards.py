@@ -145,11 +145,12 @@ def flat_pieces(boxes: Sequence[Box], start: int, stop: int) -> tuple[Piece, ...
 
 
 def _range_boxes(block: Box, lo: int, hi: int) -> list[Box]:
-    """The flat range [lo, hi) of a block as boxes in ascending order: a partial first row, whole rows, a partial last."""
+    """The flat range [lo, hi) of a block in ascending boxes: the end of a row, whole rows, the start of a row."""
     shape = block.shape
-    if len(shape) <= 1:
-        base = block.lo[0] if shape else 0
-        return [Box(lo=(base + lo,), hi=(base + hi,))] if shape else [block]
+    if not shape:
+        return [block]
+    if len(shape) == 1:
+        return [Box(lo=(block.lo[0] + lo,), hi=(block.lo[0] + hi,))]
     row = prod(shape[1:])
     first, last = lo // row, hi // row
     inner = Box(lo=block.lo[1:], hi=block.hi[1:])

@@ -251,8 +251,11 @@ def _path(detail: ErrorDetails, tree: Tree) -> KeyPath:
 def _dotted(path: Iterable[str | int]) -> str:
     text = ""
     for part in path:
-        name = f"[{part}]" if isinstance(part, int) else part if part.isprintable() and part else repr(part)
-        text += f".{name}" if text and isinstance(part, str) else name
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            plain = part.isprintable() and re.fullmatch(r"[^\s=:]+", part)
+            text += "." * bool(text) + (part if plain else repr(part))
     return text
 
 
@@ -356,7 +359,7 @@ def _nearest(path: KeyPath) -> str:
     assert section is not None
     here = {name: _dotted([*parents, name]) for name in keys_of(section)}
     home, _, inner = wrong.partition(".")
-    if not parents and inner and home in here:
+    if not parents and home in here and inner.isidentifier():
         return f"write {inner} below {home}:, indented"
     homes: Mapping[str, str] = _homes()
     for candidates, cutoff in ((homes, 1.0), (here, 0.7), (_ELSEWHERE, 0.7), (homes, 0.8), (here, 0.5)):

@@ -12,6 +12,7 @@ from rayformer.control.messages import (
     CellFailed,
     CellReady,
     Command,
+    ControllerFailed,
     DeadlinePassed,
     Event,
     Grant,
@@ -21,7 +22,7 @@ from rayformer.control.messages import (
     SetUp,
     StopAsked,
 )
-from rayformer.control.states import Failed, Finished, Running, Starting, State, Stopping
+from rayformer.control.states import END_STATES, Failed, Finished, Running, Starting, State, Stopping
 from rayformer.events import CellError
 
 ABORT_S = 5.0
@@ -40,6 +41,8 @@ def advance(state: State, event: Event) -> Step:
     """
     if event.generation < state.generation:
         return state, ()
+    if isinstance(event, ControllerFailed) and not isinstance(state, END_STATES):
+        return _broken(state, event.message)
     match state:
         case Starting():
             return _starting(state, event)
@@ -78,6 +81,7 @@ def _starting(state: Starting, event: Event) -> Step:
             members = {**state.members, cell: member}
             if len(members) < len(state.cells):
                 return replace(state, members=members), ()
+            members = {name: members[name] for name in state.cells}
             running = Running(generation=generation, members=members, stop_asked=state.stop_asked)
             stop = (AskStop(generation=generation),) if state.stop_asked else ()
             return running, (Grant(generation=generation), *stop)
@@ -86,8 +90,7 @@ def _starting(state: Starting, event: Event) -> Step:
         case CellFailed(error=error):
             return _stop(generation, frozenset(state.cells), error)
         case PlacementFailed(missing=missing):
-            error = CellError(cell="", worker="", kind="raised", message=missing)
-            return Failed(generation=generation, errors=(error,)), (Kill(generation=generation, cells=state.cells),)
+            return _broken(state, missing)
     raise UnexpectedEvent(f"{event} in {state}")
 
 
@@ -107,6 +110,22 @@ def _running(state: Running, event: Event) -> Step:
         case CellFailed(error=error):
             return _stop(generation, frozenset(state.members) - frozenset(state.done), error)
     raise UnexpectedEvent(f"{event} in {state}")
+
+
+def _broken(state: Starting | Running | Stopping, message: str) -> Step:
+    """The run as a whole can't go on."""
+    match state:
+        case Starting(cells=cells):
+            alive, known = cells, ()
+        case Running(members=members):
+            alive, known = tuple(members), ()
+        case Stopping(pending=pending, then=then):
+            alive, known = tuple(sorted(pending)), then.errors
+    error = CellError(cell="", worker="", kind="raised", message=message)
+    return (
+        Failed(generation=state.generation, errors=(*known, error)),
+        (Kill(generation=state.generation, cells=alive),),
+    )
 
 
 def _stop(generation: int, alive: frozenset[str], error: CellError) -> Step:

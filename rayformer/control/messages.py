@@ -64,7 +64,15 @@ class DeadlinePassed:
     generation: int
 
 
-Event = Placed | CellReady | CellEnded | CellFailed | PlacementFailed | StopAsked | DeadlinePassed
+@dataclass(frozen=True, kw_only=True)
+class ControllerFailed:
+    """The controller itself can't go on; ``message`` says why."""
+
+    generation: int
+    message: str
+
+
+Event = Placed | CellReady | CellEnded | CellFailed | PlacementFailed | StopAsked | DeadlinePassed | ControllerFailed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ PAGE = (DOCS / "keys.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE == runpy.run_path(str(DOCS / "make_keys.py"))["keys_page"](), "run python docs/make_keys.py"
+    assert runpy.run_path(str(DOCS / "make_keys.py"))["keys_page"]() == PAGE, "run python docs/make_keys.py"
 
 
 def test_the_page_has_every_key_and_a_sentence_for_each():

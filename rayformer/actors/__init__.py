@@ -1,0 +1,1 @@
+"""The actors of a run: the only package that imports Ray."""

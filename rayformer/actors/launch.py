@@ -1,0 +1,189 @@
+"""The driver: finds or starts Ray, starts the controller, shows what it tells, and turns signals into requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayformer.actors.controller import Controller, Membership, RunEnded
+from rayformer.cell.plan import (
+    EXIT_ABORTED,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    RunPlan,
+    data_parallel_width,
+    open_run,
+    plan_run,
+)
+from rayformer.config.job import Job
+from rayformer.control.failure import explain
+from rayformer.data.corpus import corpus_path, open_corpus
+from rayformer.errors import RunError
+from rayformer.events import CellDone, CheckpointSaved, StepReport, plain
+from rayformer.observe.display import Display, make_display
+from rayformer.observe.metrics import read_metrics
+from rayformer.observe.summary import summary
+
+NAMESPACE = "rayformer"
+
+
+def run_job(job: Job, *, fresh: bool, allowed: Collection[str], out: TextIO) -> int:
+    """Run a job on Ray to its end; the exit status. Raises ConfigError before anything starts, RunError if it fails."""
+    if job.layout.dp != "auto":
+        plan = plan_run(job, dp=job.layout.dp, fresh=fresh, allowed=allowed)
+        with _prepared(plan, fresh):
+            if plan.is_done:
+                return _ended(plan, CellDone(generation=0, outcome=plan.outcome, step=plan.done_steps), out)
+            with _connected(job) as dashboard:
+                return _run(plan, dashboard, out)
+    with _connected(job) as dashboard:
+        kind = "GPU" if _device(job) == "cuda" else "CPU"
+        dp = data_parallel_width(job, int(ray.cluster_resources().get(kind, 0)), exact=False)
+        plan = plan_run(job, dp=dp, fresh=fresh, allowed=allowed)
+        with _prepared(plan, fresh):
+            return _run(plan, dashboard, out)
+
+
+@contextmanager
+def _prepared(plan: RunPlan, fresh: bool) -> Iterator[None]:
+    """Holds the run's folder, with the corpus written."""
+    with open_run(plan, fresh=fresh):
+        data = plan.job.data
+        path = corpus_path(data.train[0].path, plan.base_dir)
+        open_corpus(path, split=data.split, tokenizer=data.tokenizer, cache_dir=plan.files.corpus_cache)
+        yield
+
+
+@contextmanager
+def _connected(job: Job) -> Iterator[str | None]:
+    """A connection to the job's Ray, a private one for ``local``; gives the dashboard's address."""
+    cluster = job.cluster
+    local = {"include_dashboard": cluster.dashboard} if cluster.address == "local" else {}
+    context = ray.init(
+        address=cluster.address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        **local,
+    )
+    try:
+        yield context.dashboard_url or None
+    finally:
+        ray.shutdown()
+
+
+def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
+    job = plan.job
+    controller = _start_controller(plan)
+    display = make_display(job.observe.progress, out, run=job.run.name, dashboard=dashboard, every_step=True)
+    try:
+        with _signals(controller, display):
+            if dashboard:
+                display.note(f"dashboard: http://{dashboard}")
+            for note in plan.notes:
+                display.note(note)
+            ended = _follow(controller, display, job.run.steps)
+    finally:
+        display.close()
+        ray.kill(controller)
+    if ended.done is None:
+        raise RunError(f"the run {job.run.name} failed: {explain(ended.errors)}\n  logs: {plan.files.logs}")
+    return _ended(plan, ended.done, out)
+
+
+def _start_controller(plan: RunPlan) -> ActorHandle:
+    name = f"{plan.job.run.name}/controller"
+    try:
+        return (
+            ray.remote(Controller)
+            .options(
+                name=name,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=0,
+                # it writes the run's folder, which this driver has just made
+                scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+            )
+            .remote(plan, _device(plan.job))
+        )
+    except ValueError:
+        raise RunError(
+            f"the run {plan.job.run.name} is live in this cluster: its controller {name!r} is up; wait for it, stop it,"
+            " or choose another run.name"
+        ) from None
+
+
+def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunEnded:
+    """Show what the controller tells until the run has ended."""
+    running = controller.run.remote()
+    try:
+        for reference in controller.events.options(num_returns="streaming").remote():
+            match ray.get(reference):
+                case Membership(members=members):
+                    display.membership({cell: plain(member) for cell, member in members.items()})
+                case StepReport() as report:
+                    display.step(report, total_steps)
+                case CheckpointSaved() as saved:
+                    display.saved(saved)
+                case RunEnded() as ended:
+                    return ended
+        ray.get(running)
+    except RayActorError as error:
+        raise RunError(f"the controller is gone, and its workers with it; submit the job again to go on: {error}") from None
+    raise AssertionError("the controller's events ended without RunEnded")
+
+
+@contextmanager
+def _signals(controller: ActorHandle, display: Display) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks for a checkpoint and the end; the second ends everything at once."""
+    asked = threading.Event()
+    over = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            os._exit(EXIT_ABORTED)
+        asked.set()
+
+    def ask() -> None:
+        asked.wait()
+        if not over.is_set():
+            display.note("stopping after this step, with a checkpoint; once more to stop at once")
+            controller.stop.remote("signal")
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        asked.set()
+        thread.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _ended(plan: RunPlan, done: CellDone, out: TextIO) -> int:
+    lines = read_metrics(plan.files.metrics)
+    out.write(summary(done, total_steps=plan.job.run.steps, lines=lines, metrics=plan.files.metrics) + "\n")
+    out.flush()
+    return EXIT_FINISHED if done.outcome == "finished" else EXIT_STOPPED
+
+
+def _device(job: Job) -> str:
+    if job.cluster.device != "auto":
+        return job.cluster.device
+    return "cuda" if ray.cluster_resources().get("GPU") else "cpu"

@@ -1,0 +1,1 @@
+"""The command line: parse, load the job, call one function."""

@@ -1,0 +1,100 @@
+"""``rayformer``: the commands. Heavy imports come only after the job was found good."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayformer.cell.plan import EXIT_BAD_JOB, EXIT_FAILED, job_problems
+from rayformer.config.job import Job
+from rayformer.config.load import load_job
+from rayformer.errors import ConfigError, RayformerError
+
+app = typer.Typer(
+    help="Pretrain transformers on a Ray cluster, and do not stop when GPUs do.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Pretrain transformers on a Ray cluster, and do not stop when GPUs do."""
+
+
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file, YAML.", metavar="JOB")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what is there is set aside.")] = False,
+    allow_change: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Let this key differ from the checkpoint's job.")
+    ] = None,
+) -> None:
+    """Train: run JOB to its last step, or go on with it from its newest checkpoint."""
+    checked = _in_cluster(load_job(job, overrides or [], [job_problems]))
+    from rayformer.actors.launch import run_job
+
+    raise typer.Exit(run_job(checked, fresh=fresh, allowed=allow_change or [], out=sys.stdout))
+
+
+@app.command()
+def preprocess(
+    inputs: Annotated[list[Path], typer.Argument(help="Text files, and folders of them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Prefix of the .bin/.idx pair to write.")],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer: byte.")] = "byte",
+    suffix: Annotated[
+        list[str] | None, typer.Option(help="Only files with this suffix, such as .txt; may be repeated.")
+    ] = None,
+) -> None:
+    """Turn text files into a .bin/.idx pair to train on; every file becomes one document."""
+    from rayformer.data.preprocess import preprocess as run
+    from rayformer.data.tokenizers import get_tokenizer
+
+    done = run(inputs, output, get_tokenizer(tokenizer), suffixes=suffix)
+    print(f"{done.num_documents:,} documents, {done.num_tokens:,} tokens: {done.prefix}.bin, {done.prefix}.idx")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    try:
+        status = app(args=arguments, standalone_mode=False)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_BAD_JOB
+    except RayformerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except typer.Abort:
+        return EXIT_FAILED
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong command line
+            error.show()
+            return int(error.exit_code)
+        raise
+    return int(status or 0)
+
+
+def _in_cluster(job: Job) -> Job:
+    """Inside of ``ray job submit`` a job whose address is local runs on the cluster that it was submitted to."""
+    if job.cluster.address != "local" or "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        return job
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"address": "auto"})})
+
+
+def run() -> None:
+    """The console command."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
