@@ -90,12 +90,12 @@ def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
     controller = _start_controller(plan)
     display = make_display(job.observe.progress, out, run=job.run.name, dashboard=dashboard, every_step=True)
     try:
-        with _signals(controller, display):
-            if dashboard:
-                display.note(f"dashboard: http://{dashboard}")
-            for note in plan.notes:
-                display.note(note)
-            ended = _follow(controller, display, job.run.steps)
+        _Signals(controller, display)
+        if dashboard:
+            display.note(f"dashboard: http://{dashboard}")
+        for note in plan.notes:
+            display.note(note)
+        ended = _follow(controller, display, job.run.steps)
     finally:
         display.close()
         ray.kill(controller)
@@ -146,34 +146,28 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
     raise AssertionError("the controller's events ended without RunEnded")
 
 
-@contextmanager
-def _signals(controller: ActorHandle, display: Display) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks for a checkpoint and the end; the second ends everything at once."""
-    asked = threading.Event()
-    over = threading.Event()
+class _Signals:
+    """The first SIGINT or SIGTERM asks for a checkpoint and the end; the second ends this process at once.
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+    A private Ray dies with this process. Handlers stay until the process ends: it may be asked twice while it cleans up.
+    """
+
+    def __init__(self, controller: ActorHandle, display: Display) -> None:
+        self._controller, self._display = controller, display
+        self._asked = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._ask, daemon=True).start()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
             os._exit(EXIT_ABORTED)
-        asked.set()
+        self._asked.set()
 
-    def ask() -> None:
-        asked.wait()
-        if not over.is_set():
-            display.note("stopping after this step, with a checkpoint; once more to stop at once")
-            controller.stop.remote("signal")
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        asked.set()
-        thread.join()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    def _ask(self) -> None:
+        self._asked.wait()
+        self._display.note("stopping after this step, with a checkpoint; once more to stop at once")
+        self._controller.stop.remote("signal")
 
 
 def _ended(plan: RunPlan, done: CellDone, out: TextIO) -> int:

@@ -23,7 +23,7 @@ def sample_text(cell: Cell, *, num_tokens: int = 160, temperature: float = 0.7) 
     groups, seq, seed = cell.groups, cell.job.batch.seq, cell.job.run.seed
     tokenizer = get_tokenizer(cell.job.data.tokenizer)
     ids = [int(i) for i in tokenizer.encode(PROMPT)]
-    bits = np.random.Philox(key=[seed, xxhash.xxh3_64_intdigest(b"sample")])
+    bits = np.random.Philox(key=np.array([seed, xxhash.xxh3_64_intdigest(b"sample")], dtype=np.uint64))
     draws = np.random.Generator(bits).random(num_tokens)
     last_rank = groups.model.size - groups.layout.tp  # the first tp rank of the last stage
     token = torch.zeros(1, dtype=torch.int64, device=groups.device)

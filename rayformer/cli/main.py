@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rayformer.cell.plan import EXIT_BAD_JOB, EXIT_FAILED, job_problems
+from rayformer.cell.plan import EXIT_ABORTED, EXIT_BAD_JOB, EXIT_FAILED, job_problems
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
 from rayformer.errors import ConfigError, RayformerError
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RayformerError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except typer.Abort:
-        return EXIT_FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_ABORTED
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong command line
             error.show()

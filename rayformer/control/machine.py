@@ -114,11 +114,12 @@ def _running(state: Running, event: Event) -> Step:
 
 def _broken(state: Starting | Running | Stopping, message: str) -> Step:
     """The run as a whole can't go on."""
+    known: tuple[CellError, ...] = ()
     match state:
         case Starting(cells=cells):
-            alive, known = cells, ()
+            alive = cells
         case Running(members=members):
-            alive, known = tuple(members), ()
+            alive = tuple(members)
         case Stopping(pending=pending, then=then):
             alive, known = tuple(sorted(pending)), then.errors
     error = CellError(cell="", worker="", kind="raised", message=message)

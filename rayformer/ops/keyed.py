@@ -33,7 +33,7 @@ def normal_range(start: int, stop: int, *, seed: int, name: str) -> np.ndarray:
     """The numbers with row-major indices ``start`` up to ``stop``."""
     first, last = start // BLOCK, -(-stop // BLOCK)
     out = np.empty((last - first) * BLOCK, dtype=np.float32)
-    key = [seed, xxhash.xxh3_64_intdigest(name.encode())]
+    key = np.array([seed, xxhash.xxh3_64_intdigest(name.encode())], dtype=np.uint64)
     for block in range(first, last):
         bits = np.random.Philox(key=key, counter=[0, block, 0, 0])
         at = (block - first) * BLOCK

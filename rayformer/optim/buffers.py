@@ -30,8 +30,8 @@ class GradBuffers:
     """Accumulates the gradients of one step, one virtual rank after the other, and folds them along the fixed tree.
 
     ``leaves`` are the virtual ranks that this cell runs, of ``num_leaves``. Autograd adds straight into the open
-    buffer, of which every parameter's ``.grad`` is a view; ``close_leaf`` ends a virtual rank. n virtual ranks need at
-    most floor(log2 n) + 1 buffers at a time.
+    buffer, of which every parameter's ``.grad`` is a view; ``close_leaf`` ends a virtual rank. n virtual ranks that
+    make one subtree need at most floor(log2 n) + 1 buffers at a time, and every further subtree one more.
     """
 
     def __init__(

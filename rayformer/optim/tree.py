@@ -79,10 +79,10 @@ class Fold(Generic[Value]):
 
     def _joins(self, left: Node, right: Node) -> bool:
         """Whether the two are the children of one node of the tree."""
-        if left.hi != right.lo:
-            return False
         at = self._root
-        while at.hi - at.lo > 1 and at != Node(left.lo, right.hi):
+        while at.hi - at.lo > 1:
             first, second = at.children()
+            if (first, second) == (left, right):
+                return True
             at = first if left.lo < first.hi else second
-        return at == Node(left.lo, right.hi) and at.children() == (left, right)
+        return False

@@ -111,6 +111,12 @@ def test_an_unknown_key_is_told_with_the_nearest_name(key, nearest):
     assert line == f"{key}=2: there is no such key; did you mean {nearest}?"
 
 
+def test_only_the_name_in_the_file_counts_not_the_one_in_the_code():
+    missing, unknown = told(changed({"batch.global": del_, "batch.global_": 16}))
+    assert missing.startswith("batch.global=missing: ")
+    assert unknown.startswith("batch.global_=16: there is no such key; ")
+
+
 def test_an_unknown_key_in_a_list_is_told_with_the_nearest_name():
     (line,) = told(changed({"data.train": [{"path": "a"}, {"path": "b", "wieght": 3}]}))
     assert line == "data.train[1].wieght=3: there is no such key; did you mean data.train[1].weight?"

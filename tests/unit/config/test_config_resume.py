@@ -63,6 +63,7 @@ def test_a_refused_change_shows_both_values_the_checkpoint_and_the_ways_out():
         (1, 2, False),  # fewer actors run the same virtual ranks
         (4, 4, False),  # a dp beyond them becomes their number
         (2, 1, True),
+        (1, 1, True),
         (1, 4, True),
         (4, 8, True),
     ],

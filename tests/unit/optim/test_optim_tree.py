@@ -70,3 +70,8 @@ def test_an_actor_without_leaves_has_no_subtree():
 
 def test_neighbours_that_are_no_siblings_stay_apart():
     assert fold_of(4, leaves([1, 2])) == [(Node(1, 2), "1"), (Node(2, 3), "2")]
+
+
+def test_nothing_is_added_over_a_leaf_that_is_missing():
+    parts = [(Node(0, 1), "0"), (Node(2, 4), "(2+3)")]
+    assert fold_of(4, parts) == parts
