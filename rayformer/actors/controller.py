@@ -22,6 +22,7 @@ from rayformer.actors.assignment import Assignment
 from rayformer.actors.placement import Placement, cell_resources
 from rayformer.actors.worker import Worker
 from rayformer.cell.plan import RunPlan
+from rayformer.control.machine import Machine
 from rayformer.control.messages import (
     Abort,
     AskStop,
@@ -39,7 +40,6 @@ from rayformer.control.messages import (
     SetUp,
     StopAsked,
 )
-from rayformer.control.machine import Machine
 from rayformer.control.states import END_STATES, Failed, Finished, Member, Running, Starting
 from rayformer.errors import CollectiveError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayformer.actors.controller import Controller, Membership, RunEnded
 from rayformer.cell.plan import (
     EXIT_ABORTED,
-    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     RunPlan,
@@ -142,14 +140,16 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
                     return ended
         ray.get(running)
     except RayActorError as error:
-        raise RunError(f"the controller is gone, and its workers with it; submit the job again to go on: {error}") from None
+        raise RunError(
+            f"the controller is gone, and its workers with it; submit the job again to go on: {error}"
+        ) from None
     raise AssertionError("the controller's events ended without RunEnded")
 
 
 class _Signals:
     """The first SIGINT or SIGTERM asks for a checkpoint and the end; the second ends this process at once.
 
-    A private Ray dies with this process. Handlers stay until the process ends: it may be asked twice while it cleans up.
+    A private Ray dies with this process. Handlers stay until the process ends: it may be told again while it cleans up.
     """
 
     def __init__(self, controller: ActorHandle, display: Display) -> None:

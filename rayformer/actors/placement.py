@@ -54,7 +54,7 @@ class Placement:
         ready = [group.ready() for group in self._groups.values()]
         try:
             await asyncio.wait_for(asyncio.gather(*ready), timeout=seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             placed, _ = ray.wait(ready, num_returns=len(ready), timeout=0)
             free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
             return (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from rayformer.config.job import Job
 from rayformer.data.corpus import corpus_path, open_corpus
 from rayformer.data.loader import HeldOutOrder, SampleReader, TrainingOrder

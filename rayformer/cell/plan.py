@@ -107,7 +107,8 @@ def data_parallel_width(job: Job, num_devices: int, *, exact: bool) -> int:
     world = replica * layout.dp
     if exact and world != num_devices:
         rule = f"the layout has tp x pp x dp = {world} cells, and there are {num_devices} processes"
-        raise ConfigError([Problem(keys={**keys, "layout.dp": layout.dp}, rule=rule, fix=f"start {world}, or use dp auto")])
+        keys = {**keys, "layout.dp": layout.dp}
+        raise ConfigError([Problem(keys=keys, rule=rule, fix=f"start {world}, or use dp auto")])
     return layout.dp
 
 

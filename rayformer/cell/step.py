@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from rayformer.cell.build import Cell
-from rayformer.groups import Op
-from rayformer.optim.adamw import ShardedAdamW
 from rayformer.optim.lr import learning_rate
 from rayformer.optim.norm import block_sums, tree_sum
 from rayformer.optim.reduction import BucketReduction

@@ -1,4 +1,4 @@
-"""The machine: ``advance(state, event)`` gives the next state and the commands that bring it about. No clock, no I/O."""
+"""The machine: ``advance(state, event)`` gives the next state and the commands to bring it about. No clock, no I/O."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Context:
 
     tp: Group = field(default_factory=single)
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
 
 

@@ -6,6 +6,8 @@ x [..., in], weight [out, in].
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -85,7 +87,7 @@ class RowParallelLinear(nn.Module):
         )
         self.weight = make_parameter(spec, ctx)
         starts = [share_start(in_features // unit, self.tp.size, r) * unit for r in range(self.tp.size + 1)]
-        sizes = [b - a for a, b in zip(starts, starts[1:])]
+        sizes = [b - a for a, b in pairwise(starts)]
         self._scatter_sizes = None if input_is_parallel else sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

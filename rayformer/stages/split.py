@@ -6,7 +6,7 @@ from rayformer.shards import share_start
 
 
 def stage_blocks(num_layers: int, pp: int, rank: int) -> range:
-    """The blocks of stage ``rank``, numbered input block, layers, output block; layers are dealt evenly, no layer twice.
+    """The blocks of stage ``rank``, numbered input block, layers, output block; layers are dealt evenly.
 
     >>> [list(stage_blocks(3, 2, rank)) for rank in range(2)]
     [[0, 1, 2], [3, 4]]
