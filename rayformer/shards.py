@@ -197,9 +197,7 @@ class CoverageError(ValueError):
     """Some element of a wanted box is held nowhere, or the holdings of one tensor overlap."""
 
 
-def plan_transfers(
-    have: Iterable[Holding[Place]], want: Iterable[tuple[str, Box]]
-) -> tuple[Transfer[Place], ...]:
+def plan_transfers(have: Iterable[Holding[Place]], want: Iterable[tuple[str, Box]]) -> tuple[Transfer[Place], ...]:
     """Which parts of which holdings fill the wanted boxes, every element exactly once.
 
     Raises CoverageError, naming the tensor and the box, when holdings leave a hole or overlap.

@@ -79,9 +79,7 @@ class Controller:
         self._layout = job.layout.degrees
         self._names = [str(cell) for cell in self._layout.cells()]
         self._machine = Machine(Starting(generation=GENERATION, cells=tuple(self._names)))
-        self._recorder = Recorder(
-            plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=NoDisplay()
-        )
+        self._recorder = Recorder(plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=NoDisplay())
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._shown: asyncio.Queue[Shown] = asyncio.Queue()
         self._workers: dict[str, ActorHandle] = {}

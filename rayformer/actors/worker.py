@@ -53,9 +53,7 @@ class Worker:
         device = _device(assignment.device)
         prepare_process(plan.job, device)
         address = "127.0.0.1" if assignment.loopback else ray.util.get_node_ip_address()
-        store = TCPStore(
-            assignment.store_host, assignment.store_port, is_master=False, timeout=timedelta(seconds=120)
-        )
+        store = TCPStore(assignment.store_host, assignment.store_port, is_master=False, timeout=timedelta(seconds=120))
         self._assignment = assignment
         with _logged(self._name):
             self._groups = Groups.form(

@@ -84,9 +84,7 @@ def _run(plan: RunPlan, place: Place, *, fresh: bool) -> int:
     with ExitStack() as stack:
         recorder = stack.enter_context(_recorder(plan, fresh)) if place.rank == 0 else None
         if plan.is_done:
-            done = CellDone(
-                generation=1, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from)
-            )
+            done = CellDone(generation=1, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from))
         else:
             cell = stack.enter_context(_cell(plan, place))
             done = _train(plan, cell, stop, recorder)

@@ -93,9 +93,7 @@ def build_cell(
         optimizer=ShardedAdamW(parameters, specs, job.optim, tp=groups.tp, dp=groups.dp),
         channel=channel,
         executor=Executor(stage, channel),
-        train_program=with_reductions(
-            programs[at.pp], leaf_of_microbatch=leaf_of, num_buckets=len(plan.buckets)
-        ),
+        train_program=with_reductions(programs[at.pp], leaf_of_microbatch=leaf_of, num_buckets=len(plan.buckets)),
         eval_program=lower(forward_only(degrees.pp, 1, len(leaf_of)))[at.pp],
         leaves=leaves,
         training=training,

@@ -33,8 +33,8 @@ def train(
         saved = _save(cell, checkpoints, done_steps)
         yield saved
         yield _done(cell, done_steps, saved)
+    started = time.monotonic()
     for step in range(done_steps + 1, until + 1):
-        started = time.monotonic()
         consumed = (step - 1) * job.batch.global_
         lr = runner.next_lr()
         measured = runner.begin(consumed)
@@ -47,6 +47,7 @@ def train(
         saves = last or (job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
         eval_loss = runner.evaluate(job.eval.batches) if evaluates else None
         saved = _save(cell, checkpoints, step) if saves else None
+        started = time.monotonic()  # what it costs to hand over the report belongs to the next step
         yield StepReport(
             generation=generation,
             step=step,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rayformer.cell.build import Cell
 from rayformer.cell.process import environment
@@ -16,8 +17,6 @@ from rayformer.ckpt.reader import read_boxes
 from rayformer.ckpt.writer import BoxValue, commit, prune, write_shards
 from rayformer.errors import CheckpointError
 from rayformer.events import CheckpointSaved
-from rayformer.optim.adamw import StateShard
-from rayformer.shards import Box
 
 
 def state_hash(cell: Cell) -> str:
@@ -80,7 +79,10 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
         found = shapes.get(f"{name}@master")
         if found is not None and found != spec.shape:
             raise CheckpointError(f"{folder}: {name} has shape {list(found)}, the model's is {list(spec.shape)}")
-    read_boxes(folder, manifest, map(_as_numpy, cell.optimizer.owned_state()))
+    wanted = [(shard, np.empty(shard.box.shape, dtype=np.float32)) for shard in cell.optimizer.owned_state()]
+    read_boxes(folder, manifest, [(shard.tensor, shard.box, array) for shard, array in wanted])
+    for shard, array in wanted:
+        shard.value.copy_(torch.from_numpy(array))
     cell.optimizer.num_updates = manifest.extra["updates"]
     cell.optimizer.gather_parameters()
     loaded = state_hash(cell)
@@ -90,8 +92,5 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
 
 
 def _unique(cell: Cell) -> Iterator[BoxValue]:
-    return map(_as_numpy, cell.optimizer.unique_state())
-
-
-def _as_numpy(shard: StateShard) -> tuple[str, Box, np.ndarray]:
-    return shard.tensor, shard.box, shard.value.numpy()
+    for shard in cell.optimizer.unique_state():
+        yield shard.tensor, shard.box, shard.value.cpu().numpy()

@@ -1,10 +1,10 @@
 """One training step of one cell, and one evaluation.
 
-    1 read      the step's microbatches that this cell runs
-    2 execute   the program: forward, backward, fold, start the reductions
-    3 measure   finish the reductions; norm, loss and token count, the same bits on every cell
-    4 vote      every cell is alive and knows whether to stop; until here nothing has changed
-    5 update    clip, AdamW on the own shard, gather the parameters
+1 read      the step's microbatches that this cell runs
+2 execute   the program: forward, backward, fold, start the reductions
+3 measure   finish the reductions; norm, loss and token count, the same bits on every cell
+4 vote      every cell is alive and knows whether to stop; until here nothing has changed
+5 update    clip, AdamW on the own shard, gather the parameters
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ class StepRunner:
             start = bucket.start // 1024
             blocks[start : start + width * self._groups.dp.size] = by_dp[:, at : at + width].reshape(-1)
             at += width
-        found = {
-            slot.name: tree_sum(blocks[slot.start // 1024 : -(-slot.stop // 1024)]) for slot in self._plan.slots
-        }
+        found = {slot.name: tree_sum(blocks[slot.start // 1024 : -(-slot.stop // 1024)]) for slot in self._plan.slots}
         specs, first = self._cell.specs, self._groups.tp.rank == 0
         zero = blocks.new_zeros(())
         return torch.stack([found[name] if specs[name].split is not None or first else zero for name in specs])

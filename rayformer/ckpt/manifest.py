@@ -80,9 +80,7 @@ class Manifest:
     def dumps(self) -> str:
         tensors: dict[str, dict[str, Any]] = {}
         for shard in sorted(self.shards, key=lambda s: (s.tensor, s.box.lo)):
-            entry = tensors.setdefault(
-                shard.tensor, {"shape": list(shard.shape), "dtype": shard.dtype, "shards": []}
-            )
+            entry = tensors.setdefault(shard.tensor, {"shape": list(shard.shape), "dtype": shard.dtype, "shards": []})
             entry["shards"].append(shard.to_json())
         head = {
             "format": FORMAT,

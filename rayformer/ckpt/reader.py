@@ -15,9 +15,7 @@ from rayformer.errors import CheckpointError
 from rayformer.shards import Box, CoverageError, plan_transfers
 
 
-def read_boxes(
-    folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Box, npt.NDArray[np.float32]]]
-) -> None:
+def read_boxes(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Box, npt.NDArray[np.float32]]]) -> None:
     """Fill each wanted array, which is a box of a tensor, from the checkpoint in ``folder``.
 
     Raises CheckpointError naming the tensor if it is not held or not held whole, and the file if its bytes changed.

@@ -17,17 +17,20 @@ def first_cause(errors: Sequence[CellError]) -> CellError:
 def explain(errors: Sequence[CellError]) -> str:
     """One message for all errors of a run."""
     cause = first_cause(errors)
-    where = f"cell {cause.cell} ({cause.worker}): " if cause.cell else ""
-    lines = [f"{where}{cause.message}"]
+    lines = [f"{_who(cause)}: {cause.message}" if cause.cell else cause.message]
     alike = [e for e in errors if e is not cause and e.kind != "collateral" and e.message == cause.message]
     if alike:
         lines.append(f"  the same in {len(alike)} more: {', '.join(e.cell for e in alike)}")
     for error in errors:
         if error is not cause and error not in alike and error.kind != "collateral":
-            lines.append(f"  then cell {error.cell} ({error.worker}): {error.message}")
+            lines.append(f"  then {_who(error)}: {error.message}")
     collateral = [e.cell for e in errors if e is not cause and e.kind == "collateral"]
     if collateral:
         lines.append(f"  cells that only lost their connection to it: {', '.join(collateral)}")
     if cause.detail:
         lines.append(cause.detail)
     return "\n".join(lines)
+
+
+def _who(error: CellError) -> str:
+    return f"cell {error.cell} ({error.worker})" if error.cell else "the controller"

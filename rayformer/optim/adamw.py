@@ -78,7 +78,7 @@ class ShardedAdamW:
                 exp_avgs,
                 exp_avg_sqs,
                 [],
-                [torch.tensor(float(self.num_updates)) for _ in ranges],
+                [torch.tensor(float(self.num_updates), device=m.device) for m in masters],
                 fused=True,
                 amsgrad=False,
                 beta1=section.betas[0],

@@ -21,9 +21,10 @@ class BucketReduction:
     def __init__(
         self, bucket: Bucket, parts: Sequence[tuple[Node, torch.Tensor]], *, num_leaves: int, dp: Group
     ) -> None:
-        self._num_leaves, self._nodes = num_leaves, [
-            node for r in range(dp.size) for node in subtrees(num_leaves, owned_leaves(num_leaves, dp.size, r))
-        ]
+        self._num_leaves, self._nodes = (
+            num_leaves,
+            [node for r in range(dp.size) for node in subtrees(num_leaves, owned_leaves(num_leaves, dp.size, r))],
+        )
         mine = subtrees(num_leaves, owned_leaves(num_leaves, dp.size, dp.rank))
         assert [node for node, _ in parts] == list(mine), f"folded {parts}, expected {mine}"
         length = (bucket.stop - bucket.start) // dp.size
