@@ -1,6 +1,6 @@
 """Writes docs/keys.md, the table of every key of a job file, from the models in rayformer/config/.
 
-    python docs/make_keys.py
+python docs/make_keys.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rayformer.config.job import Job
-from rayformer.config.load import keys_of, section_of
+from rayformer.config.keys import keys_of, section_of
 
 HEAD = """\
 # Keys of a job file

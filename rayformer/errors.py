@@ -24,7 +24,7 @@ class Problem:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, str) and value and not any(c.isspace() for c in value):
+    if isinstance(value, str) and value and value.isprintable() and " " not in value:
         return value
     if value is None:
         return "null"

@@ -11,6 +11,7 @@ import yaml
 
 from rayformer.ckpt.manifest import MANIFEST, Manifest, find_checkpoints, read_manifest
 from rayformer.config.job import Job, resolve
+from rayformer.config.keys import is_key, nearest_key
 from rayformer.config.resume import resume_problems
 from rayformer.config.rules import batch_problems
 from rayformer.data import corpus
@@ -120,6 +121,12 @@ def plan_run(job: Job, *, dp: int, fresh: bool, allowed: Collection[str]) -> Run
     start_from = None if fresh or job.checkpoint.resume == "never" else _start_from(job)
     manifest = None if start_from is None else read_manifest(start_from)
     resolved = resolve(job, dp=dp, recorded=_recorded(manifest))
+    unknown = [key for key in allowed if not is_key(key)]
+    if unknown:
+        rule = "there is no such key"
+        raise ConfigError(
+            [Problem(keys={"--allow-change": key}, rule=rule, fix=nearest_key(key.split("."))) for key in unknown]
+        )
     if manifest is not None:
         problems = resume_problems(manifest.job, resolved.dump(), allowed=allowed, checkpoint=str(start_from))
         if problems:

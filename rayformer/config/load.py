@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rayformer.config.job import Job
+from rayformer.config.keys import KeyPath, dotted, field_at, keys_of, nearest_key, section_of
 from rayformer.config.rules import rule_problems
+from rayformer.config.strict_yaml import NotYaml, parse
 from rayformer.errors import ConfigError, Problem
 
 Tree = dict[str, Any]
 Check = Callable[[Job], Iterable[Problem]]
-KeyPath = Sequence[str | int]
 
 
 def load_job(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Job:
@@ -40,19 +39,6 @@ def job_from_tree(tree: Tree, checks: Sequence[Check] = ()) -> Job:
     return _checked(deepcopy(tree), [], checks)
 
 
-def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by the keys that a job file calls them."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
-
-
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, itself or as the entries of a list; None for a plain value."""
-    for kind in (field.annotation, *get_args(field.annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
 def _read(path: Path) -> tuple[Tree, list[Problem]]:
     """The tree of a job file, and what is wrong with its keys; ConfigError if there is no tree."""
 
@@ -60,82 +46,17 @@ def _read(path: Path) -> tuple[Tree, list[Problem]]:
         return ConfigError([Problem(keys={"JOB": str(path)}, rule=rule, fix=fix)])
 
     try:
-        tree, problems = _parse(path.read_text(encoding="utf-8"))
+        tree, problems = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(f"it can't be read ({error.strerror})", "name a readable YAML job file") from None
     except UnicodeDecodeError as error:
         raise refuse(f"byte {error.start} is not UTF-8 text", "save it as UTF-8") from None
-    except _NotYaml as error:
+    except NotYaml as error:
         raise refuse(str(error), "correct the YAML there") from None
     if not isinstance(tree, dict) or not tree:
         found = "nothing" if not tree else "a list" if isinstance(tree, list) else f"only {tree!r}"
         raise refuse(f"a job file is a mapping of sections, and this holds {found}", "start from one in jobs/")
     return tree, problems
-
-
-class _NotYaml(Exception):
-    """Text that is not YAML as job files use it; the message has the line."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """The values of YAML 1.2: 1e-3 is a number, and yes, 010, 12:30 and 2024-01-31 are text. No aliases."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012, those of YAML 1.1 are not taken over
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="a job file has no aliases, write the value again", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-
-_DIGITS, _EXPONENT = r"[0-9][0-9_]*", r"[eE][-+]?[0-9]+"
-for _tag, _first, _pattern in (
-    ("null", "~nN", r"~|null|Null|NULL|"),
-    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
-    ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*)"),
-    ("float", "-+.0123456789", rf"[-+]?(({_DIGITS}\.[0-9_]*|\.[0-9]+)({_EXPONENT})?|{_DIGITS}{_EXPONENT})"),
-    ("float", "-+.", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-):
-    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), ["", *_first])
-
-
-def _parse(text: str) -> tuple[Any, list[Problem]]:
-    """The value of one YAML document, and a problem for every key in it that is given twice."""
-    try:
-        loader = _StrictLoader(text)
-        node = loader.get_single_node()
-        problems = list(_repeated_keys(node, []))
-        return None if node is None else loader.construct_document(node), problems
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
-        raise _NotYaml(line + _one_line(error.context, error.problem)) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise _NotYaml(_one_line(str(error))) from None
-    except RecursionError:
-        raise _NotYaml("it is nested too deeply") from None
-
-
-def _one_line(*parts: str | None) -> str:
-    return " ".join(", ".join(part for part in parts if part).split())
-
-
-def _repeated_keys(node: Any, path: list[str | int]) -> Iterator[Problem]:
-    if isinstance(node, yaml.SequenceNode):
-        for i, item in enumerate(node.value):
-            yield from _repeated_keys(item, [*path, i])
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            if key_node.tag != "tag:yaml.org,2002:str":
-                raise yaml.MarkedYAMLError(problem="a key that is not text", problem_mark=key_node.start_mark)
-            name, line = key_node.value, key_node.start_mark.line + 1
-            if name in lines:
-                value = value_node.value if isinstance(value_node, yaml.ScalarNode) else "{...}"
-                rule = f"it is given twice, in lines {lines[name]} and {line}"
-                yield Problem(keys={_dotted([*path, name]): value}, rule=rule, fix="keep one of them")
-            lines[name] = line
-            yield from _repeated_keys(value_node, [*path, name])
 
 
 def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
@@ -147,8 +68,8 @@ def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
             problems.append(Problem(keys={"--set": override}, rule="an override is KEY=VALUE", fix="write --set a.b=c"))
             continue
         try:
-            value, repeated = _parse(text)
-        except _NotYaml as error:
+            value, repeated = parse(text)
+        except NotYaml as error:
             problems.append(Problem(keys={key: text}, rule=f"the value is not YAML ({error})", fix="quote it"))
             continue
         problems += repeated
@@ -156,7 +77,7 @@ def _override(tree: Tree, overrides: Sequence[str]) -> list[Problem]:
         at: Any = tree
         for name, following in pairwise([*names, None]):
             if isinstance(at, list) != isinstance(name, int) or (isinstance(at, list) and name not in range(len(at))):
-                rule = f"there is no {_dotted(names[: names.index(name) + 1])} to set"
+                rule = f"there is no {dotted(names[: names.index(name) + 1])} to set"
                 problems.append(Problem(keys={key: text}, rule=rule, fix="set the whole list, written like [a, b]"))
                 break
             if following is None:
@@ -248,17 +169,6 @@ def _path(detail: ErrorDetails, tree: Tree) -> KeyPath:
     return path
 
 
-def _dotted(path: Iterable[str | int]) -> str:
-    text = ""
-    for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        else:
-            plain = part.isprintable() and re.fullmatch(r"[^\s=:]+", part)
-            text += "." * bool(text) + (part if plain else repr(part))
-    return text
-
-
 # The rule and the way out for each kind of error that pydantic tells; the braces are filled from its context.
 _TOLD = {
     "int_type": ("must be an integer", "write a whole number"),
@@ -282,17 +192,17 @@ _TOLD = {
 
 def _problem(path: KeyPath, detail: ErrorDetails) -> Problem:
     kind, value = detail["type"], detail["input"]
-    field = _field_at(path)
+    field = field_at(path)
     if kind == "missing" and isinstance(path[-1], int):
         kind, path = "too_short", path[:-1]  # of a list with a fixed number of entries; value is the list
     elif kind == "missing":
         assert field is not None
         rule = "it has no default and must be given"
-        return Problem(keys={_dotted(path): "missing"}, rule=rule, fix=f"add it: {_description(field)}")
-    key = _dotted(path)
+        return Problem(keys={dotted(path): "missing"}, rule=rule, fix=f"add it: {_description(field)}")
+    key = dotted(path)
     shown = "{...}" if isinstance(value, dict) else value
     if kind == "extra_forbidden":
-        return Problem(keys={key: shown}, rule="there is no such key", fix=_nearest(path))
+        return Problem(keys={key: shown}, rule="there is no such key", fix=nearest_key(path))
     assert field is not None
     if Literal["auto"] in get_args(field.annotation):
         rule, fix = "must be an integer of at least 1, or auto", "use a whole number or auto"
@@ -302,16 +212,6 @@ def _problem(path: KeyPath, detail: ErrorDetails) -> Problem:
         context["expected"] = context["expected"].replace("'", "")
     rule, fix = (text.format_map(context) for text in _TOLD[kind])
     return Problem(keys={key: shown}, rule=rule, fix=fix)
-
-
-def _field_at(path: KeyPath) -> FieldInfo | None:
-    section: type[BaseModel] | None = Job
-    field: FieldInfo | None = None
-    for name in path:
-        if isinstance(name, str):
-            field = keys_of(section).get(name) if section else None
-            section = section_of(field) if field else None
-    return field
 
 
 def _description(field: FieldInfo) -> str:
@@ -324,55 +224,3 @@ def _description(field: FieldInfo) -> str:
 
 def _example(field: FieldInfo) -> str:
     return str(list(field.default)) if isinstance(field.default, tuple) else "[{path: python-stdlib}]"
-
-
-# What other systems call our keys.
-_ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_steps": "run.steps",
-    "train_iters": "run.steps",
-    "num_layers": "model.layers",
-    "hidden_size": "model.hidden",
-    "num_attention_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "num_query_groups": "model.kv_heads",
-    "ffn_hidden_size": "model.ffn",
-    "intermediate_size": "model.ffn",
-    "vocab_size": "model.vocab",
-    "tensor_model_parallel_size": "layout.tp",
-    "pipeline_model_parallel_size": "layout.pp",
-    "data_parallel_size": "layout.dp",
-    "context_parallel_size": "layout.cp",
-    "expert_model_parallel_size": "layout.ep",
-    "global_batch_size": "batch.global",
-    "micro_batch_size": "batch.micro",
-    "seq_length": "batch.seq",
-    "clip_grad": "optim.clip",
-}
-
-
-def _nearest(path: KeyPath) -> str:
-    """What to write instead of an unknown key: the section it belongs to, or the nearest name in this one."""
-    *parents, last = path
-    wrong = str(last).replace("-", "_")
-    section = section_of(field) if (field := _field_at(parents)) else Job
-    assert section is not None
-    here = {name: _dotted([*parents, name]) for name in keys_of(section)}
-    home, _, inner = wrong.partition(".")
-    if not parents and home in here and inner.isidentifier():
-        return f"write {inner} below {home}:, indented"
-    homes: Mapping[str, str] = _homes()
-    for candidates, cutoff in ((homes, 1.0), (here, 0.7), (_ELSEWHERE, 0.7), (homes, 0.8), (here, 0.5)):
-        near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
-        if near:
-            return f"did you mean {candidates[near[0]]}?"
-    return f"the keys here are {', '.join(here)}"
-
-
-def _homes() -> dict[str, str]:
-    """The full names of every key by its own name, such as "eval.every or checkpoint.every"."""
-    homes: dict[str, list[str]] = {}
-    for section, field in Job.model_fields.items():
-        for name in keys_of(section_of(field) or Job):
-            homes.setdefault(name, []).append(f"{section}.{name}")
-    return {name: " or ".join(full) for name, full in homes.items()}

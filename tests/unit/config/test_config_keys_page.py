@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 from rayformer.config.job import Job
-from rayformer.config.load import keys_of, section_of
+from rayformer.config.keys import keys_of, section_of
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "keys.md").read_text(encoding="utf-8")

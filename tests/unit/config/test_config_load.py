@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayformer.config.job import Job
-from rayformer.config.load import STAND_INS, job_from_tree, keys_of, load_job, section_of
+from rayformer.config.keys import keys_of, section_of
+from rayformer.config.load import STAND_INS, job_from_tree, load_job
 from rayformer.errors import ConfigError
 
 SMALLEST = {
@@ -433,9 +434,7 @@ scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 300), st.integers(), st.floats(), st.text(max_size=8),
     st.sampled_from(["auto", "1f1b", "cosine", 10**400, -1.5]),
 )  # fmt: skip
-names = st.one_of(
-    st.sampled_from([*(key.split(".")[1] for key in ALL_KEYS), *Job.model_fields]), st.text(max_size=6)
-)
+names = st.one_of(st.sampled_from([*(key.split(".")[1] for key in ALL_KEYS), *Job.model_fields]), st.text(max_size=6))
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
 )

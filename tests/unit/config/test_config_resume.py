@@ -5,7 +5,8 @@ from copy import deepcopy
 import pytest
 
 from rayformer.config.job import Job, resolve
-from rayformer.config.load import job_from_tree, keys_of, section_of
+from rayformer.config.keys import keys_of, section_of
+from rayformer.config.load import job_from_tree
 from rayformer.config.resume import resume_problems
 
 RECORDED = resolve(

@@ -156,9 +156,7 @@ def test_the_nearest_batches_that_are_told_are_valid(size, micro, dp, virtual_ra
     for line in lines:
         for other in map(int, line.rpartition(" is ")[2].split(" or ")):
             assert abs(other - size) < unit
-            assert not told(
-                batch__global=other, batch__micro=micro, layout__dp=dp, batch__virtual_ranks=virtual_ranks
-            )
+            assert not told(batch__global=other, batch__micro=micro, layout__dp=dp, batch__virtual_ranks=virtual_ranks)
 
 
 @given(st.integers(1, 200), st.integers(1, 12))

@@ -56,7 +56,10 @@ EVENTS = (PLACED, READY, ENDED, LOST, NO_ROOM, STOP, DEADLINE, BROKEN)
 
 # What follows on each of EVENTS, in their order: the name of the next state and of the commands; None raises.
 ROWS = [
-    (STARTING, ["Starting SetUp", "Running Grant", None, "Stopping Abort", "Failed Kill", "Starting", None, "Failed Kill"]),
+    (
+        STARTING,
+        ["Starting SetUp", "Running Grant", None, "Stopping Abort", "Failed Kill", "Starting", None, "Failed Kill"],
+    ),
     (RUNNING, [None, None, "Finished", "Failed", None, "Running AskStop", None, "Failed Kill"]),
     (STOPPING, ["Stopping", "Stopping", "Failed", "Failed", None, "Stopping", "Failed Kill", "Failed Kill"]),
     (FINISHED, ["Finished"] * 8),
