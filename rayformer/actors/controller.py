@@ -11,12 +11,13 @@ import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from rayformer.actors.assignment import Assignment
 from rayformer.actors.placement import Placement, cell_resources
@@ -96,10 +97,12 @@ class Controller:
         while not isinstance(self._machine.state, END_STATES):
             event = await self._inbox.get()
             try:
-                await self._handle(event)
+                self._handle(event)
             except Exception as error:
                 logger.exception("could not handle %s", event)
-                await self._handle(ControllerFailed(generation=GENERATION, message=_shown_error(error)))
+                failed = ControllerFailed(generation=GENERATION, message=_shown_error(error))
+                for command in self._machine.advance(failed):  # not journaled: it may be the journal that failed
+                    self._carry_out(command)
         self._end()
         await asyncio.sleep(LINGER_S)
         ray.actor.exit_actor()
@@ -121,7 +124,7 @@ class Controller:
         answers = await asyncio.gather(*(worker.progress.remote() for worker in self._workers.values()))
         return dict(zip(self._workers, answers))
 
-    async def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         self._journal("event", event)
         before = self._machine.state
         commands = self._machine.advance(event)
@@ -130,9 +133,9 @@ class Controller:
             self._announce(after)
         for command in commands:
             self._journal("command", command)
-            await self._carry_out(command)
+            self._carry_out(command)
 
-    async def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command) -> None:
         match command:
             case SetUp():
                 for rank, cell in enumerate(self._names):
@@ -141,7 +144,8 @@ class Controller:
                 for cell in self._names:
                     self._spawn(self._follow(cell))
             case AskStop(generation=generation):
-                await asyncio.gather(*(w.ask_stop.remote(generation) for w in self._workers.values()))
+                for worker in self._workers.values():
+                    worker.ask_stop.remote(generation)
             case Abort(generation=generation, seconds=seconds):
                 for worker in self._workers.values():
                     worker.abort.remote(generation)
@@ -188,7 +192,7 @@ class Controller:
         )
         try:
             member = await self._workers[cell].set_up.options(name=self._title(cell)).remote(assignment)
-        except Exception as error:
+        except RayError as error:
             self._fail(cell, error)
         else:
             self._inbox.put_nowait(CellReady(generation=GENERATION, cell=cell, member=member))
@@ -200,7 +204,7 @@ class Controller:
             async for reference in stream:
                 for event in await reference:
                     self._take(cell, event)
-        except Exception as error:
+        except RayError as error:
             self._fail(cell, error)
 
     async def _tether(self, cell: str) -> None:
@@ -238,7 +242,8 @@ class Controller:
             case Failed(errors=errors):
                 ended = RunEnded(done=None, errors=errors)
                 values = {"errors": [plain(error) for error in errors]}
-                self._recorder.journal(JournalEntry(kind="failed", generation=GENERATION, values=values))
+                with suppress(OSError):  # the disk may be the cause
+                    self._recorder.journal(JournalEntry(kind="failed", generation=GENERATION, values=values))
             case state:
                 raise AssertionError(f"{state} is no end")
         for task in self._tasks:

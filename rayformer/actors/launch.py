@@ -7,14 +7,17 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+# isort: split
+import psutil  # Ray brings it along, and makes it importable
 
 from rayformer.actors.controller import Controller, Membership, RunEnded
 from rayformer.cell.plan import (
@@ -40,29 +43,33 @@ NAMESPACE = "rayformer"
 
 def run_job(job: Job, *, fresh: bool, allowed: Collection[str], out: TextIO) -> int:
     """Run a job on Ray to its end; the exit status. Raises ConfigError before anything starts, RunError if it fails."""
-    if job.layout.dp != "auto":
-        plan = plan_run(job, dp=job.layout.dp, fresh=fresh, allowed=allowed)
-        with _prepared(plan, fresh):
-            if plan.is_done:
-                return _ended(plan, CellDone(generation=0, outcome=plan.outcome, step=plan.done_steps), out)
-            with _connected(job) as dashboard:
-                return _run(plan, dashboard, out)
+    plan = None if job.layout.dp == "auto" else plan_run(job, dp=job.layout.dp, fresh=fresh, allowed=allowed)
+    if plan is not None and plan.is_done:
+        with open_run(plan, fresh=fresh):
+            return _ended(plan, _done_before(plan), out)
     with _connected(job) as dashboard:
-        kind = "GPU" if _device(job) == "cuda" else "CPU"
-        dp = data_parallel_width(job, int(ray.cluster_resources().get(kind, 0)), exact=False)
-        plan = plan_run(job, dp=dp, fresh=fresh, allowed=allowed)
-        with _prepared(plan, fresh):
+        _refuse_live(job.run.name)
+        plan = plan or plan_run(job, dp=_auto_width(job), fresh=fresh, allowed=allowed)
+        with open_run(plan, fresh=fresh):
+            if plan.is_done:
+                return _ended(plan, _done_before(plan), out)
+            _prepare_corpus(plan)
             return _run(plan, dashboard, out)
 
 
-@contextmanager
-def _prepared(plan: RunPlan, fresh: bool) -> Iterator[None]:
-    """Holds the run's folder, with the corpus written."""
-    with open_run(plan, fresh=fresh):
-        data = plan.job.data
-        path = corpus_path(data.train[0].path, plan.base_dir)
-        open_corpus(path, split=data.split, tokenizer=data.tokenizer, cache_dir=plan.files.corpus_cache)
-        yield
+def _done_before(plan: RunPlan) -> CellDone:
+    return CellDone(generation=0, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from))
+
+
+def _auto_width(job: Job) -> int:
+    kind = "GPU" if _device(job) == "cuda" else "CPU"
+    return data_parallel_width(job, int(ray.cluster_resources().get(kind, 0)), exact=False)
+
+
+def _prepare_corpus(plan: RunPlan) -> None:
+    data = plan.job.data
+    path = corpus_path(data.train[0].path, plan.base_dir)
+    open_corpus(path, split=data.split, tokenizer=data.tokenizer, cache_dir=plan.files.corpus_cache)
 
 
 @contextmanager
@@ -102,13 +109,20 @@ def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
     return _ended(plan, ended.done, out)
 
 
+def _refuse_live(run: str) -> None:
+    """Before this driver touches the run's folder: its lock went with the driver that started a live controller."""
+    with suppress(ValueError):
+        ray.get_actor(_controller_name(run))
+        raise _live(run)
+
+
 def _start_controller(plan: RunPlan) -> ActorHandle:
-    name = f"{plan.job.run.name}/controller"
+    run = plan.job.run.name
     try:
         return (
             ray.remote(Controller)
             .options(
-                name=name,
+                name=_controller_name(run),
                 lifetime="detached",
                 num_cpus=0,
                 max_restarts=0,
@@ -118,10 +132,18 @@ def _start_controller(plan: RunPlan) -> ActorHandle:
             .remote(plan, _device(plan.job))
         )
     except ValueError:
-        raise RunError(
-            f"the run {plan.job.run.name} is live in this cluster: its controller {name!r} is up; wait for it, stop it,"
-            " or choose another run.name"
-        ) from None
+        raise _live(run) from None
+
+
+def _controller_name(run: str) -> str:
+    return f"{run}/controller"
+
+
+def _live(run: str) -> RunError:
+    return RunError(
+        f"the run {run} is live in this cluster: its controller {_controller_name(run)!r} is up; wait for it, stop it,"
+        " or choose another run.name"
+    )
 
 
 def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunEnded:
@@ -161,13 +183,21 @@ class _Signals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked.is_set():
-            os._exit(EXIT_ABORTED)
+            _exit_with_children()
         self._asked.set()
 
     def _ask(self) -> None:
         self._asked.wait()
         self._display.note("stopping after this step, with a checkpoint; once more to stop at once")
         self._controller.stop.remote("signal")
+
+
+def _exit_with_children() -> NoReturn:
+    """End now, and with it a private Ray, whose agents would else look for it for another minute."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(EXIT_ABORTED)
 
 
 def _ended(plan: RunPlan, done: CellDone, out: TextIO) -> int:

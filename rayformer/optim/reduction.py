@@ -21,20 +21,18 @@ class BucketReduction:
     def __init__(
         self, bucket: Bucket, parts: Sequence[tuple[Node, torch.Tensor]], *, num_leaves: int, dp: Group
     ) -> None:
-        self._num_leaves, self._nodes = (
-            num_leaves,
-            [node for r in range(dp.size) for node in subtrees(num_leaves, owned_leaves(num_leaves, dp.size, r))],
-        )
-        mine = subtrees(num_leaves, owned_leaves(num_leaves, dp.size, dp.rank))
-        assert [node for node, _ in parts] == list(mine), f"folded {parts}, expected {mine}"
+        owned = [subtrees(num_leaves, owned_leaves(num_leaves, dp.size, r)) for r in range(dp.size)]
+        mine = owned[dp.rank]
+        assert tuple(node for node, _ in parts) == mine, f"folded {[node for node, _ in parts]}, expected {mine}"
+        self._num_leaves = num_leaves
+        self._nodes = [node for nodes in owned for node in nodes]
         length = (bucket.stop - bucket.start) // dp.size
         sent = [buffer[bucket.start : bucket.stop] for _, buffer in parts]
         # [dp, own subtrees, shard]: what goes to one member lies together
         self._sent = sent[0] if len(sent) == 1 else torch.stack([t.view(dp.size, -1) for t in sent], dim=1).view(-1)
         self._received = self._sent.new_empty(len(self._nodes) * length)
-        counts = [len(subtrees(num_leaves, owned_leaves(num_leaves, dp.size, r))) for r in range(dp.size)]
         self._ticket: Ticket = dp.all_to_all(
-            self._received, self._sent, [n * length for n in counts], [len(mine) * length] * dp.size
+            self._received, self._sent, [len(nodes) * length for nodes in owned], [len(mine) * length] * dp.size
         )
 
     def result(self) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""What a step came to: loss, token count and gradient norm of the whole global batch, the same bits on every cell.
+
+Two exchanges bring them together: over dp, where every replica holds other shards and other microbatches, and over the
+cells of one replica, which hold other parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+
+from rayformer.cell.build import Cell
+from rayformer.optim.norm import block_sums, tree_sum
+from rayformer.optim.plan import ALIGNMENT
+from rayformer.optim.tree import Fold, Node, owned_leaves
+from rayformer.stages.executor import Losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What every cell knows of a step: sums over the whole global batch, and the norm of the mean gradient."""
+
+    loss_sum: float
+    valid_tokens: int
+    norm: float = 0.0
+    nonfinite: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(self.valid_tokens, 1)
+
+
+class Meter:
+    """Measures the steps of one cell. Making one is a meeting of the replica's cells; so is every measurement.
+
+    Shapes: V microbatches of a step, P parameters of the largest stage.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._groups, self._specs = cell.groups, cell.specs
+        self._plan = cell.parameters.plan
+        self._num_leaves = cell.job.batch.num_virtual_ranks
+        self._num_microbatches = cell.job.batch.num_microbatches
+        self._per_leaf = self._num_microbatches // self._num_leaves
+        dp = self._groups.dp
+        self._dp_widths = [len(owned_leaves(self._num_leaves, dp.size, d)) * self._per_leaf for d in range(dp.size)]
+        # The parameters of every stage, in model order; tp ranks have the same ones.
+        self._stage_names: list[list[str]] = self._groups.model.gather_values(list(cell.specs))[:: cell.groups.tp.size]
+
+    def measure(self, losses: Losses, shards: Sequence[torch.Tensor]) -> Measured:
+        """The step of which this cell saw ``losses`` and holds the reduced gradient ``shards``, one per bucket."""
+        blocks = torch.cat([block_sums(shard) for shard in shards]).double()
+        step_losses, all_blocks = self._over_dp(losses, blocks)
+        step_losses, squares = self._over_replica(step_losses, self._parameter_squares(all_blocks))
+        loss_sum, valid = self._fold_losses(step_losses)
+        over_tp = squares[:, 0]
+        for rank in range(1, squares.shape[1]):
+            over_tp = over_tp + squares[:, rank]
+        per_parameter = torch.cat([row[: len(names)] for row, names in zip(over_tp, self._stage_names)])
+        names = [name for stage in self._stage_names for name in stage]
+        nonfinite = [name for name, value in zip(names, per_parameter.tolist()) if not math.isfinite(value)]
+        norm = math.sqrt(float(tree_sum(per_parameter))) / max(valid, 1) if not nonfinite else math.nan
+        return Measured(loss_sum=loss_sum, valid_tokens=valid, norm=norm, nonfinite=tuple(nonfinite))
+
+    def measure_losses(self, losses: Losses) -> Measured:
+        """The same without a gradient, for evaluation."""
+        nothing = torch.zeros(0, dtype=torch.float64, device=self._groups.device)
+        step_losses, _ = self._over_dp(losses, nothing)
+        step_losses, _ = self._over_replica(step_losses, nothing)
+        loss_sum, valid = self._fold_losses(step_losses)
+        return Measured(loss_sum=loss_sum, valid_tokens=valid)
+
+    def _over_dp(self, losses: Losses, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss sums and token counts of every microbatch [2, V], and every replica's ``blocks`` [dp, blocks]."""
+        dp, widest = self._groups.dp, max(self._dp_widths)
+        own = torch.zeros(2, widest, dtype=torch.float64, device=dp.device)
+        for v, total in losses.sums.items():
+            own[0, v], own[1, v] = total.double(), losses.counts[v]
+        sent = torch.cat([own.view(-1), blocks])
+        received = sent.new_empty(dp.size, sent.numel())
+        dp.all_gather(received.view(-1), sent).wait()
+        rows = received[:, : 2 * widest].view(dp.size, 2, widest)
+        step_losses = torch.cat([row[:, :width] for row, width in zip(rows, self._dp_widths)], dim=1)
+        return step_losses, received[:, 2 * widest :]
+
+    def _over_replica(self, step_losses: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last stage's losses [2, V], and every cell's ``squares`` as [pp, tp, P], on the CPU."""
+        replica, layout = self._groups.model, self._groups.layout
+        width = max(map(len, self._stage_names)) if squares.numel() else 0
+        sent = torch.cat([step_losses.reshape(-1), squares, squares.new_zeros(width - squares.numel())])
+        received = sent.new_empty(replica.size, sent.numel())
+        replica.all_gather(received.view(-1), sent).wait()
+        cells = received.view(layout.pp, layout.tp, -1).cpu()
+        return cells[-1, 0, : step_losses.numel()].view(2, -1), cells[:, :, step_losses.numel() :]
+
+    def _parameter_squares(self, by_dp: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of each own parameter, in model order; what tp replicates counts on its first rank."""
+        buckets = [(bucket.stop - bucket.start) // ALIGNMENT // self._groups.dp.size for bucket in self._plan.buckets]
+        blocks = torch.cat([part.reshape(-1) for part in by_dp.split(buckets, dim=1)])  # in flat order
+        found = {
+            slot.name: tree_sum(blocks[slot.start // ALIGNMENT : -(-slot.stop // ALIGNMENT)])
+            for slot in self._plan.slots
+        }
+        counted = self._groups.tp.rank == 0
+        zero = blocks.new_zeros(())
+        return torch.stack(
+            [found[name] if counted or spec.split is not None else zero for name, spec in self._specs.items()]
+        )
+
+    def _fold_losses(self, step_losses: torch.Tensor) -> tuple[float, int]:
+        """The sum of all token losses, in the order of additions of the gradients, and the token count."""
+        sums, counts = step_losses.tolist()
+        fold: Fold[float] = Fold(self._num_leaves, lambda left, right: left + right)
+        for leaf in range(self._num_leaves):
+            own = sums[leaf * self._per_leaf : (leaf + 1) * self._per_leaf]
+            fold.push(Node(leaf, leaf + 1), reduce(add, own))  # sum() compensates from Python 3.12 on
+        ((_, loss_sum),) = fold.parts
+        return loss_sum, int(sum(counts))
