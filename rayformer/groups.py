@@ -1,8 +1,7 @@
 """Live communicators: form the groups of one generation, use them, abort or close them.
 
 A group of one member is an ordinary group that has nobody to talk to. Every operation gives a Ticket; one place alone
-holds the backend object and its Works, because a Gloo socket closes only when the last reference to the group *and to
-each of its Works* is gone, and that is the only way to make a blocked peer raise.
+holds the backend object and its Works, so that nothing else can keep a connection open (docs/design/0003).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from rayformer.layout import Cell, Layout
 
 Op = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_NEVER_SENT = 2**31 - 1  # a tag
 GROUP_AXES = (("tp",), ("dp",), ("pp",), ("tp", "pp"), ("tp", "cp", "dp", "pp"))
 
 
@@ -71,13 +72,22 @@ class Communicator:
             raise CollectiveError(f"{self}: a peer did not answer: {error}") from error
         finally:
             self._works.pop(number, None)
+            del work  # or the traceback of the error would keep it
 
     def abort(self) -> None:
-        """Forget every Work and let the backend go, so that peers blocked on this member raise."""
+        """Close the connections and let the backend go, so that this member and peers blocked on it raise."""
         backend, self._backend = self._backend, None
         self._works.clear()
-        if backend is not None and backend.name() == "nccl":  # Gloo's abort does nothing
+        if backend is None:
+            return
+        if backend.name() == "nccl":
             backend.abort()
+            return
+        # Gloo's abort does nothing, but a wait that times out closes every connection of the group, on whatever thread
+        # others wait in it. So receive what nobody sends.
+        with suppress(RuntimeError):
+            peer = (backend.rank() + 1) % backend.size()
+            backend.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def __str__(self) -> str:
         return f"group of ranks {list(self.ranks)}"
@@ -181,6 +191,24 @@ def single(axes: Sequence[str] = ("tp",), device: torch.device | None = None) ->
     return Group(axes=axes, communicator=Communicator((0,), None), rank=0, device=device or torch.device("cpu"))
 
 
+class StoreClients:
+    """This process's connections to the store in which cells meet, kept for all generations.
+
+    Each group that is being formed needs its own, since a client is blocked as long as one thread waits in it. New ones
+    can be slow: torch.distributed looks up the peer's name for every connection.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.first = store
+        self._clients = [store]
+
+    def take(self, number: int) -> list[dist.Store]:
+        """``number`` clients, none of them twice."""
+        while len(self._clients) < number:
+            self._clients.append(self.first.clone())
+        return self._clients[:number]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """All groups that one cell of one generation is a member of."""
@@ -220,7 +248,7 @@ class Groups:
         rank: int,
         generation: int,
         run: str,
-        store: dist.Store | None,
+        store: StoreClients | None,
         device: torch.device,
         address: str = "127.0.0.1",
         timeout_s: float = 120.0,
@@ -232,18 +260,19 @@ class Groups:
         """
         memberships = {axes: layout.group_of(rank, *axes) for axes in GROUP_AXES}
 
-        def connect(ranks: tuple[int, ...]) -> Communicator:
-            if len(ranks) == 1:
+        def connect(ranks: tuple[int, ...], client: dist.Store | None) -> Communicator:
+            if client is None:
                 return Communicator(ranks, None)
-            assert store is not None, "several cells need a store to meet in"
-            # A store's client is blocked as long as one thread waits in it, so each group has its own.
-            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", store.clone())
+            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", client)
             return Communicator(ranks, _backend(keys, ranks.index(rank), len(ranks), device, address, timeout_s))
 
-        members = sorted(set(memberships.values()))
+        members = sorted(set(memberships.values()), key=len)
+        num_alone = sum(len(ranks) == 1 for ranks in members)
+        assert num_alone == len(members) or store is not None, "several cells need a store to meet in"
+        clients = [None] * num_alone + (store.take(len(members) - num_alone) if store is not None else [])
         with ThreadPoolExecutor(max_workers=len(members)) as pool:
             try:
-                communicators = dict(zip(members, pool.map(connect, members)))
+                communicators = dict(zip(members, pool.map(connect, members, clients)))
             except RuntimeError as error:
                 raise CollectiveError(
                     f"the groups of generation {generation} could not form within {timeout_s:g} s: {error}"

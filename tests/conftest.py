@@ -1,4 +1,4 @@
-"""Fixtures for the tests that start jobs: a Ray that stands by itself, a corpus, and commands that end with the test."""
+"""Fixtures of the tests that start jobs: a Ray that stands by itself, a corpus, and commands that end with the test."""
 
 import shutil
 import sys

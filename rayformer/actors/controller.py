@@ -292,7 +292,7 @@ def _worker_name(number: int) -> str:
 def _cell_error(cell: str, worker: str, error: Exception) -> CellError:
     """What an exception from an actor call means for its cell."""
     if isinstance(error, RayActorError):
-        return CellError(cell=cell, worker=worker, kind="died", message=_death(error))
+        return CellError(cell=cell, worker=worker, kind="died", message=death_of(error))
     cause = getattr(error, "cause", None) or error
     kind = "collateral" if isinstance(cause, CollectiveError) else "raised"
     return CellError(cell=cell, worker=worker, kind=kind, message=_shown_error(cause))
@@ -302,12 +302,13 @@ def _shown_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _death(error: RayActorError) -> str:
+def death_of(error: RayActorError) -> str:
     """Ray's report of a death, without its advice."""
     text = str(error)
     lines: Iterable[str] = (line.strip() for line in text.splitlines())
     told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-    return f"its process died: {told[-1] if told else text}"
+    reason, _, _ = (told[-1] if told else text).partition(" If the process was killed by the kernel OOM killer")
+    return f"its process died: {reason}"
 
 
 def _open_store(host: str) -> Any:

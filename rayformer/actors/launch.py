@@ -163,7 +163,7 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
         ray.get(running)
     except RayActorError as error:
         raise RunError(
-            f"the controller is gone, and its workers with it; submit the job again to go on: {error}"
+            f"the controller is gone, and its workers with it; submit the job again to go on: {death_of(error)}"
         ) from None
     raise AssertionError("the controller's events ended without RunEnded")
 

@@ -56,7 +56,8 @@ class Placement:
             await asyncio.wait_for(asyncio.gather(*ready), timeout=seconds)
         except TimeoutError:
             placed, _ = ray.wait(ready, num_returns=len(ready), timeout=0)
-            free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+            available = ray.available_resources()
+            free = {name: available.get(name, 0.0) for name in self._bundle}
             return (
                 f"{len(ready) - len(placed)} of {len(ready)} bundles of {self._bundle} found no node within"
                 f" cluster.wait_s={seconds:g} s; free in the cluster: {free}; add nodes, or use a smaller layout"

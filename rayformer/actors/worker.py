@@ -26,7 +26,7 @@ from rayformer.cell.state import load_checkpoint
 from rayformer.control.states import Member
 from rayformer.errors import CollectiveError
 from rayformer.events import CellDone, CellEvent
-from rayformer.groups import Groups
+from rayformer.groups import Groups, StoreClients
 
 REPORT_EVERY_S = 0.25
 logger = logging.getLogger("rayformer.worker")
@@ -61,7 +61,7 @@ class Worker:
                 rank=assignment.rank,
                 generation=assignment.generation,
                 run=plan.job.run.name,
-                store=store,
+                store=StoreClients(store),
                 device=device,
                 address=address,
             )

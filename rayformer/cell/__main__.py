@@ -37,7 +37,7 @@ from rayformer.cell.state import load_checkpoint
 from rayformer.config.load import load_job
 from rayformer.errors import ConfigError, RayformerError
 from rayformer.events import CellDone
-from rayformer.groups import Groups
+from rayformer.groups import Groups, StoreClients
 from rayformer.observe.display import make_display
 from rayformer.observe.recorder import Recorder
 
@@ -132,7 +132,7 @@ def _cell(plan: RunPlan, place: Place) -> Iterator[Cell]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     prepare_process(job, device)
-    store = next(iter(dist.rendezvous("env://")))[0] if place.world > 1 else None
+    store = StoreClients(next(iter(dist.rendezvous("env://")))[0]) if place.world > 1 else None
     groups = Groups.form(
         layout=job.layout.degrees, rank=place.rank, generation=1, run=job.run.name, store=store, device=device
     )

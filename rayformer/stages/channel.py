@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from rayformer.groups import Group, Ticket
 from rayformer.stages.instructions import Recv, RecvAct, Send, SendAct
 
 _ACTIVATION, _GRADIENT = 0, 1  # tags: with two stages both directions share one pair of ranks
+_MAX_IN_FLIGHT = 8
 
 
 class Channel:
@@ -18,10 +20,15 @@ class Channel:
     def __init__(self, pp: Group, *, shape: Sequence[int], dtype: torch.dtype) -> None:
         self._pp = pp
         self._shape, self._dtype = tuple(shape), dtype
-        self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
+        self._in_flight: deque[tuple[Ticket, torch.Tensor]] = deque()
 
     def send(self, message: Send, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` and keep it until it is gone."""
+        """Start sending ``tensor`` and keep it until it is gone.
+
+        Waits for the oldest if too many are in flight: programs are checked to end even if every send waits.
+        """
+        if len(self._in_flight) == _MAX_IN_FLIGHT:
+            self._in_flight.popleft()[0].wait()
         tag = _ACTIVATION if isinstance(message, SendAct) else _GRADIENT
         tensor = tensor.contiguous()
         self._in_flight.append((self._pp.send(tensor, message.peer, tag), tensor))
@@ -35,6 +42,5 @@ class Channel:
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
-        for ticket, _ in self._in_flight:
-            ticket.wait()
-        self._in_flight.clear()
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()

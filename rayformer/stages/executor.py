@@ -67,12 +67,13 @@ class Executor:
                 self.counter = instruction
                 match instruction:
                     case Forward(microbatch=v):
-                        x = feed.tokens[v] if self._stage.is_first else inputs[v]
+                        x = feed.tokens[v] if self._stage.is_first else inputs[v] if trains else inputs.pop(v)
                         outputs[v] = self._forward(v, x, feed, losses)
                     case Backward(microbatch=v):
                         torch.autograd.backward(outputs.pop(v), output_grads.pop(v, None))
                     case SendAct(microbatch=v):
-                        self._channel.send(instruction, outputs[v].detach())
+                        output = outputs[v] if trains else outputs.pop(v)
+                        self._channel.send(instruction, output.detach())
                     case RecvAct(microbatch=v):
                         inputs[v] = self._channel.recv(instruction).requires_grad_(trains)
                     case SendGrad(microbatch=v):

@@ -1,4 +1,4 @@
-"""Running jobs as a user does: the command in a process of its own, a Ray that stands by itself, and what they leave."""
+"""Running jobs as a user does: a command in a process of its own, a Ray that stands by itself, and what they leave."""
 
 import json
 import os
@@ -87,6 +87,11 @@ class Driver:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
+            if os.environ.get("RFDEBUG"):  # XXX temporary
+                with open(os.environ["RFDEBUG"], "a") as f:
+                    for pid, row in processes().items():
+                        if "ray::" in row.name and "gent" not in row.name:
+                            f.write(f"== {pid} {row.name}\n" + subprocess.run(["/tmp/w/venv/bin/py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True).stdout)
             raise AssertionError(f"still running after {deadline_s} s; its output:\n{self.output}") from None
 
     def until(self, condition, what):
@@ -198,6 +203,11 @@ class StandingRay:
         """The rows of the state API: ``actors``, ``tasks`` or ``placement_groups``."""
         with urllib.request.urlopen(f"{self.dashboard}/api/v0/{what}?limit=1000&detail=1", timeout=30) as answer:
             return json.load(answer)["data"]["result"]["result"]
+
+    def pid_of(self, actor):
+        """The process of the actor of this name."""
+        (row,) = [row for row in self.listed("actors") if row["name"] == actor and row["state"] == "ALIVE"]
+        return row["pid"]
 
     def live(self, run=""):
         """Names of the actors and placement groups that are there, of one run or of all."""

@@ -82,9 +82,8 @@ def the_console_has_every_step_once(output):
 @pytest.mark.timeout(240)
 def test_nine_actors_share_two_cpus_with_one_thread_each(standing, train, documents, tmp_path, one_process):
     job = write_job(
-        tmp_path, "nine", corpus=documents, address=standing.address, steps=3, layout={"pp": 3, "dp": 3},
-        batch={"global": 8, "micro": 1, "seq": 16, "virtual_ranks": 4}, optim={"lr": 1.0e-3, "decay_steps": 20, "warmup_steps": 2},
-    )  # fmt: skip
+        tmp_path, "nine", corpus=documents, address=standing.address, steps=3, layout={"pp": 3, "dp": 3}
+    )
     driver = train(job)
     assert driver.finish() == 0, driver.output
     assert len(lines_of(job, kind="membership")[0]["cells"]) == 9
