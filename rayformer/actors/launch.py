@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 # isort: split
 import psutil  # Ray brings it along, and makes it importable
 
-from rayformer.actors.controller import Controller, Membership, RunEnded
+from rayformer.actors.controller import Controller, Membership, RunEnded, death_of
 from rayformer.cell.plan import (
     EXIT_ABORTED,
     EXIT_FINISHED,
@@ -77,15 +77,17 @@ def _connected(job: Job) -> Iterator[str | None]:
     """A connection to the job's Ray, a private one for ``local``; gives the dashboard's address."""
     cluster = job.cluster
     local = {"include_dashboard": cluster.dashboard} if cluster.address == "local" else {}
-    context = ray.init(
-        address=cluster.address,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        **local,
-    )
     try:
+        context = ray.init(
+            address=cluster.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            **local,
+        )
         yield context.dashboard_url or None
+    except (KeyboardInterrupt, SystemExit):  # a signal before there is a run that could be stopped
+        _exit_with_children()
     finally:
         ray.shutdown()
 

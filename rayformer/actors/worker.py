@@ -25,7 +25,7 @@ from rayformer.cell.process import prepare_process
 from rayformer.cell.state import load_checkpoint
 from rayformer.control.states import Member
 from rayformer.errors import CollectiveError
-from rayformer.events import CellDone, CellEvent
+from rayformer.events import CellDone, CellEvent, CheckpointSaved
 from rayformer.groups import Groups, StoreClients
 
 REPORT_EVERY_S = 0.25
@@ -129,7 +129,8 @@ def _batched(events: Iterator[CellEvent], *, reports: bool) -> Iterator[tuple[Ce
     for event in events:
         if reports or isinstance(event, CellDone):
             batch.append(event)
-        if batch and (isinstance(event, CellDone) or time.monotonic() - sent >= REPORT_EVERY_S):
+        durable = isinstance(event, CheckpointSaved | CellDone)  # what led there must not get lost from now on
+        if batch and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
             yield tuple(batch)
             batch, sent = [], time.monotonic()
 

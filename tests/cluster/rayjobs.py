@@ -87,11 +87,6 @@ class Driver:
         try:
             return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            if os.environ.get("RFDEBUG"):  # XXX temporary
-                with open(os.environ["RFDEBUG"], "a") as f:
-                    for pid, row in processes().items():
-                        if "ray::" in row.name and "gent" not in row.name:
-                            f.write(f"== {pid} {row.name}\n" + subprocess.run(["/tmp/w/venv/bin/py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True).stdout)
             raise AssertionError(f"still running after {deadline_s} s; its output:\n{self.output}") from None
 
     def until(self, condition, what):

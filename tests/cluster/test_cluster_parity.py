@@ -15,26 +15,11 @@ LINE = {"attempt", "generation", "step", "loss", "grad_norm", "lr", "tokens", "v
 LINE |= {"step_s", "tokens_per_s", "skipped", "time", "flops_per_token"}
 
 
-@pytest.fixture(scope="module")
-def one_process(documents, tmp_path_factory):
-    """The job of this file, run without Ray in one process."""
-    import sys
-
-    from rayjobs import Driver
-
-    folder = tmp_path_factory.mktemp("one")
-    job = write_job(folder, "four", corpus=documents, steps=8)
-    assert Driver([sys.executable, "-m", "rayformer.cell", job], folder=folder).finish() == 0
-    return job
-
-
 @pytest.mark.timeout(240)
 def test_four_actors_four_processes_and_one_process_agree_to_the_bit(
     standing, train, start, documents, tmp_path, one_process
 ):
-    on_ray = write_job(
-        tmp_path, "four", corpus=documents, address=standing.address, steps=8, layout={"pp": 2, "dp": 2}
-    )
+    on_ray = write_job(tmp_path, "four", corpus=documents, address=standing.address, steps=8, layout={"pp": 2, "dp": 2})
     driver = train(on_ray)
     assert driver.finish() == 0, driver.output
     torchrun = write_job(tmp_path, "torchrun", corpus=documents, steps=8, layout={"pp": 2, "dp": 2})
@@ -81,9 +66,7 @@ def the_console_has_every_step_once(output):
 
 @pytest.mark.timeout(240)
 def test_nine_actors_share_two_cpus_with_one_thread_each(standing, train, documents, tmp_path, one_process):
-    job = write_job(
-        tmp_path, "nine", corpus=documents, address=standing.address, steps=3, layout={"pp": 3, "dp": 3}
-    )
+    job = write_job(tmp_path, "nine", corpus=documents, address=standing.address, steps=3, layout={"pp": 3, "dp": 3})
     driver = train(job)
     assert driver.finish() == 0, driver.output
     assert len(lines_of(job, kind="membership")[0]["cells"]) == 9

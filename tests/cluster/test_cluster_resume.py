@@ -7,21 +7,8 @@ from rayjobs import curve_of, folder_of, hash_of, lines_of, write_job
 from rayformer.ckpt.manifest import find_checkpoints, read_manifest
 
 
-@pytest.fixture(scope="module")
-def in_one_go(documents, tmp_path_factory):
-    """The job of this file, run without Ray in one process and without a stop."""
-    import sys
-
-    from rayjobs import Driver
-
-    folder = tmp_path_factory.mktemp("one_go")
-    job = write_job(folder, "go", corpus=documents, steps=8)
-    assert Driver([sys.executable, "-m", "rayformer.cell", job], folder=folder).finish() == 0
-    return job
-
-
 @pytest.mark.timeout(300)
-def test_a_stopped_run_goes_on_with_other_degrees_on_the_same_curve(standing, train, documents, tmp_path, in_one_go):
+def test_a_stopped_run_goes_on_with_other_degrees_on_the_same_curve(standing, train, documents, tmp_path, one_process):
     job = write_job(tmp_path, "go", corpus=documents, address=standing.address)
 
     first = train(job, "--set", "run.stop_at=4", "--set", "layout.pp=2")
@@ -31,13 +18,13 @@ def test_a_stopped_run_goes_on_with_other_degrees_on_the_same_curve(standing, tr
     second = train(job, "--set", "layout.dp=2")
     assert second.finish() == 0, second.output
     assert f"goes on after step 4 of {folder_of(job)}/checkpoints/step-000000004" in second.output
-    assert curve_of(job) == curve_of(in_one_go) and hash_of(job) == hash_of(in_one_go)
+    assert curve_of(job) == curve_of(one_process) and hash_of(job) == hash_of(one_process)
     assert [line["attempt"] for line in lines_of(job)] == [1] * 4 + [2] * 4
     assert [len(line["cells"]) for line in lines_of(job, kind="membership")] == [2, 2]
 
     a_finished_run_says_so_and_starts_nothing(train, job)
     a_changed_rate_is_refused_with_both_values(train, job)
-    nothing_is_lost_when_it_starts_anew(train, job, hash_of(in_one_go))
+    nothing_is_lost_when_it_starts_anew(train, job, hash_of(one_process))
 
 
 def a_finished_run_says_so_and_starts_nothing(train, job):

@@ -60,3 +60,15 @@ def test_the_first_signal_stops_with_a_checkpoint_and_the_second_at_once(train, 
     os.killpg(driver.pid, signal.SIGINT)
     assert driver.finish() == 130, driver.output
     until(lambda: not alive(family), f"{alive(family)} to end", deadline_s=30)
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_while_ray_starts_ends_that_too(train, job):
+    driver = train(job)
+    driver.until(lambda: "raylet" in " ".join(descendants(driver.pid).values()), "the raylet to come up")
+    family = descendants(driver.pid)
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.finish() == 130, driver.output
+    family |= descendants(driver.pid)
+    until(lambda: not alive(family), f"{alive(family)} to end", deadline_s=30)
+    assert not lines_of(job)
