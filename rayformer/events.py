@@ -60,14 +60,15 @@ CellEvent = StepReport | CheckpointSaved | CellDone
 
 @dataclass(frozen=True, kw_only=True)
 class CellError:
-    """Why a cell failed. ``kind``: ``died`` (its process), ``raised`` (its own error), ``collateral`` (a peer's)."""
+    """Why a cell failed.
+
+    ``kind`` ranks the causes: ``died`` (its process), ``raised`` (its own error), ``silent`` (it did
+    not answer), ``collateral`` (it lost a peer)."""
 
     cell: str
     worker: str
-    kind: Literal["died", "raised", "collateral"]
+    kind: Literal["died", "raised", "silent", "collateral"]
     message: str
-    step: int | None = None
-    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

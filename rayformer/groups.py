@@ -176,7 +176,9 @@ class Group:
 
     def barrier(self) -> None:
         """Return when every member has come here."""
-        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+        present = torch.ones(1, device=self.device)
+        self.all_reduce(present).wait()
+        assert int(present) == self.size  # reading it waits for the device too
 
     def _start(self, name: str, tensor: torch.Tensor, operation: Callable[[Any], Any]) -> Ticket:
         if self.size == 1:

@@ -97,9 +97,6 @@ class Layout:
         """Every cell, in rank order."""
         return tuple(self.cell(rank) for rank in range(self.world))
 
-    def contains(self, cell: Cell) -> bool:
-        return all(0 <= getattr(cell, axis) < self.size(axis) for axis in DENSE_AXES)
-
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """All groups over ``axes``, which must be of one view; members and groups with the left-most axis fastest.
 

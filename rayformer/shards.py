@@ -7,7 +7,7 @@ boxes, so that neither a file nor a plan ever knows a buffer offset, and any lay
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -223,8 +223,3 @@ def tensor_name(parameter: str, kind: str) -> str:
     """The name of one state tensor of a parameter; kinds are master, exp_avg and exp_avg_sq."""
     assert kind in KINDS
     return f"{parameter}@{kind}"
-
-
-def total_numel(specs: Mapping[str, ParamSpec]) -> int:
-    """The number of parameters of a model."""
-    return sum(prod(spec.shape) for spec in specs.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from rayformer.cell.plan import RunPlan
 
@@ -19,7 +18,3 @@ class Assignment:
     store_host: str
     store_port: int
     loopback: bool
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.plan.checkpoints

@@ -230,10 +230,9 @@ class Controller:
         self._inbox.put_nowait(CellFailed(generation=GENERATION, error=failure))
 
     def _announce(self, state: Running) -> None:
-        members = dict(state.members)
-        values = {"cells": {cell: plain(member) for cell, member in members.items()}}
-        self._recorder.journal(JournalEntry(kind="membership", generation=state.generation, values=values))
-        self._shown.put_nowait(Membership(generation=state.generation, members=members))
+        cells = {cell: plain(member) for cell, member in state.members.items()}
+        self._recorder.membership(state.generation, cells)
+        self._shown.put_nowait(Membership(generation=state.generation, members=dict(state.members)))
 
     def _end(self) -> None:
         match self._machine.state:

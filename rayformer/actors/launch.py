@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -44,21 +45,17 @@ NAMESPACE = "rayformer"
 def run_job(job: Job, *, fresh: bool, allowed: Collection[str], out: TextIO) -> int:
     """Run a job on Ray to its end; the exit status. Raises ConfigError before anything starts, RunError if it fails."""
     plan = None if job.layout.dp == "auto" else plan_run(job, dp=job.layout.dp, fresh=fresh, allowed=allowed)
-    if plan is not None and plan.is_done:
-        with open_run(plan, fresh=fresh):
-            return _ended(plan, _done_before(plan), out)
+    if plan is not None and plan.done_before is not None:
+        with open_run(plan):
+            return _ended(plan, plan.done_before, out)
     with _connected(job) as dashboard:
         _refuse_live(job.run.name)
         plan = plan or plan_run(job, dp=_auto_width(job), fresh=fresh, allowed=allowed)
-        with open_run(plan, fresh=fresh):
-            if plan.is_done:
-                return _ended(plan, _done_before(plan), out)
+        with open_run(plan):
+            if plan.done_before is not None:
+                return _ended(plan, plan.done_before, out)
             _prepare_corpus(plan)
             return _run(plan, dashboard, out)
-
-
-def _done_before(plan: RunPlan) -> CellDone:
-    return CellDone(generation=0, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from))
 
 
 def _auto_width(job: Job) -> int:
@@ -77,6 +74,14 @@ def _connected(job: Job) -> Iterator[str | None]:
     """A connection to the job's Ray, a private one for ``local``; gives the dashboard's address."""
     cluster = job.cluster
     local = {"include_dashboard": cluster.dashboard} if cluster.address == "local" else {}
+    host, colon, port = cluster.address.rpartition(":")
+    try:
+        if colon:  # Ray itself would try for minutes, and say nothing
+            socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"no Ray answers at cluster.address={cluster.address}: {error}; use host:port, auto or local"
+        ) from None
     try:
         context = ray.init(
             address=cluster.address,
@@ -95,7 +100,7 @@ def _connected(job: Job) -> Iterator[str | None]:
 def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
     job = plan.job
     controller = _start_controller(plan)
-    display = make_display(job.observe.progress, out, run=job.run.name, dashboard=dashboard, every_step=True)
+    display = make_display(job.observe.progress, out, run=job.run.name, dashboard=dashboard)
     try:
         _Signals(controller, display)
         if dashboard:
@@ -203,8 +208,9 @@ def _exit_with_children() -> NoReturn:
 
 
 def _ended(plan: RunPlan, done: CellDone, out: TextIO) -> int:
-    lines = read_metrics(plan.files.metrics)
-    out.write(summary(done, total_steps=plan.job.run.steps, lines=lines, metrics=plan.files.metrics) + "\n")
+    files, steps = plan.files, plan.job.run.steps
+    text = summary(done, total_steps=steps, lines=read_metrics(files.metrics), metrics=files.metrics, go_on=plan.go_on)
+    out.write(text + "\n")
     out.flush()
     return EXIT_FINISHED if done.outcome == "finished" else EXIT_STOPPED
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -28,31 +30,45 @@ from rayformer.cell.plan import (
     EXIT_STOPPED,
     RunPlan,
     data_parallel_width,
-    job_problems,
     open_run,
     plan_run,
 )
+from rayformer.cell.problems import job_problems
 from rayformer.cell.process import prepare_process
 from rayformer.cell.state import load_checkpoint
+from rayformer.config.job import Job
 from rayformer.config.load import load_job
-from rayformer.errors import ConfigError, RayformerError
+from rayformer.errors import ConfigError, Problem, RayformerError
 from rayformer.events import CellDone
 from rayformer.groups import Groups, StoreClients
 from rayformer.observe.display import make_display
+from rayformer.observe.metrics import read_metrics
 from rayformer.observe.recorder import Recorder
+from rayformer.observe.summary import summary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which process this is, from the variables that torchrun sets; without them, the only one."""
+    """Which process this is, from the variables that torchrun sets; without them, the only one.
+
+    ``restarts`` counts how often torchrun has started all processes again.
+    """
 
     rank: int
     world: int
     local_rank: int
+    local_world: int
+    restarts: int
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place:
-        names = {"rank": ("RANK", "0"), "world": ("WORLD_SIZE", "1"), "local_rank": ("LOCAL_RANK", "0")}
+        names = {
+            "rank": ("RANK", "0"),
+            "world": ("WORLD_SIZE", "1"),
+            "local_rank": ("LOCAL_RANK", "0"),
+            "local_world": ("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")),
+            "restarts": ("TORCHELASTIC_RESTART_COUNT", "0"),
+        }
         return cls(**{field: int(environ.get(*name)) for field, name in names.items()})
 
 
@@ -66,10 +82,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     options = parser.parse_args(arguments)
     place = Place.of(environ)
     try:
-        job = load_job(options.job, options.overrides, [job_problems])
+        job = load_job(options.job, options.overrides, [partial(job_problems, fresh=options.fresh)])
+        device = _device(job, place)
         dp = data_parallel_width(job, place.world, exact=True)
         plan = plan_run(job, dp=dp, fresh=options.fresh, allowed=options.allow_change)
-        return _run(plan, place, fresh=options.fresh)
+        return _run(plan, place, device)
     except ConfigError as error:
         for problem in error.problems if place.rank == 0 else ():
             print(f"error: {problem}", file=sys.stderr)
@@ -77,24 +94,50 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     except RayformerError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_ABORTED
 
 
-def _run(plan: RunPlan, place: Place, *, fresh: bool) -> int:
+def _device(job: Job, place: Place) -> torch.device:
+    """Where this process computes. Raises ConfigError for what this entry point can't do."""
+    if place.local_world != place.world:
+        keys = {"WORLD_SIZE": place.world, "LOCAL_WORLD_SIZE": place.local_world}
+        raise ConfigError([Problem(keys=keys, rule="one node only", fix="on several nodes use Ray: rayformer train")])
+    wanted, count = job.cluster.device, torch.cuda.device_count()
+    if wanted == "cuda" and count < place.local_world:
+        rule = f"{place.local_world} processes need a device each, and torch sees {count}"
+        raise ConfigError([Problem(keys={"cluster.device": wanted}, rule=rule, fix="use cpu, or fewer processes")])
+    if wanted == "cpu" or (wanted == "auto" and count < place.local_world):
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank)
+
+
+def _run(plan: RunPlan, place: Place, device: torch.device) -> int:
     stop = _StopFlag()
     with ExitStack() as stack:
-        recorder = stack.enter_context(_recorder(plan, fresh)) if place.rank == 0 else None
-        if plan.is_done:
-            done = CellDone(generation=1, outcome=plan.outcome, step=plan.done_steps, checkpoint=str(plan.start_from))
-        else:
-            cell = stack.enter_context(_cell(plan, place))
+        recorder = stack.enter_context(_recorder(plan)) if place.rank == 0 else None
+        done = plan.done_before
+        if done is None:
+            cell = stack.enter_context(_cell(plan, place, device))
             done = _train(plan, cell, stop, recorder)
         if recorder is not None:
             recorder.display.close()
-            print(recorder.summary(done))
+            lines, files = read_metrics(plan.files.metrics), plan.files
+            print(summary(done, total_steps=plan.job.run.steps, lines=lines, metrics=files.metrics, go_on=plan.go_on))
     return EXIT_FINISHED if done.outcome == "finished" else EXIT_STOPPED
 
 
 def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None) -> CellDone:
+    world = cell.groups.world
+    owner = {
+        "worker": f"rank-{world.rank}",
+        "pid": os.getpid(),
+        "node": socket.gethostname(),
+        "param_addr": cell.param_address,
+    }
+    members = dict(world.gather_values((str(cell.groups.cell), owner)))
+    if recorder is not None:
+        recorder.membership(cell.groups.generation, members)
     events = train(
         cell,
         checkpoints=plan.checkpoints,
@@ -111,11 +154,11 @@ def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None
 
 
 @contextmanager
-def _recorder(plan: RunPlan, fresh: bool) -> Iterator[Recorder]:
+def _recorder(plan: RunPlan) -> Iterator[Recorder]:
     """Holds the run's folder, made ready, for as long as this process runs it."""
-    with open_run(plan, fresh=fresh):
+    with open_run(plan):
         job = plan.job
-        display = make_display(job.observe.progress, sys.stdout, run=job.run.name, every_step=True)
+        display = make_display(job.observe.progress, sys.stdout, run=job.run.name)
         recorder = Recorder(plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=display)
         try:
             for note in plan.notes:
@@ -126,15 +169,19 @@ def _recorder(plan: RunPlan, fresh: bool) -> Iterator[Recorder]:
 
 
 @contextmanager
-def _cell(plan: RunPlan, place: Place) -> Iterator[Cell]:
+def _cell(plan: RunPlan, place: Place, device: torch.device) -> Iterator[Cell]:
     job = plan.job
-    device = torch.device("cuda", place.local_rank) if job.cluster.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     prepare_process(job, device)
     store = StoreClients(next(iter(dist.rendezvous("env://")))[0]) if place.world > 1 else None
     groups = Groups.form(
-        layout=job.layout.degrees, rank=place.rank, generation=1, run=job.run.name, store=store, device=device
+        layout=job.layout.degrees,
+        rank=place.rank,
+        generation=1 + place.restarts,
+        run=job.run.name,
+        store=store,
+        device=device,
     )
     try:
         cell = build_cell(job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)

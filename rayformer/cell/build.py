@@ -17,6 +17,7 @@ from rayformer.optim.plan import BUCKET_ELEMENTS, plan_buckets
 from rayformer.optim.tree import owned_leaves
 from rayformer.shards import ParamSpec
 from rayformer.stages.channel import Channel
+from rayformer.stages.check import check
 from rayformer.stages.executor import Executor
 from rayformer.stages.instructions import Program
 from rayformer.stages.lowering import lower, with_reductions
@@ -79,9 +80,11 @@ def build_cell(
     leaves = owned_leaves(num_leaves, degrees.dp, at.dp)
     parameters = FlatParameters(named, plan)
     channel = Channel(groups.pp, shape=(job.batch.micro, job.batch.seq, job.model.hidden), dtype=ctx.dtype)
-    per_leaf = job.batch.num_microbatches // num_leaves
+    per_leaf, rest = divmod(job.batch.num_microbatches, num_leaves)
+    assert per_leaf and not rest, "the microbatches don't divide into virtual ranks"
     leaf_of = [leaf for leaf in leaves for _ in range(per_leaf)]
     programs = lower(get_schedule(job.schedule.name)(degrees.pp, 1, len(leaf_of)))
+    check(programs, rendezvous=True)
     training, held_out = _orders(job, corpus_cache, base_dir) if stage.is_first or stage.is_last else (None, None)
     return Cell(
         job=job,

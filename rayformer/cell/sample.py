@@ -31,7 +31,8 @@ def sample_text(cell: Cell, *, num_tokens: int = 160, temperature: float = 0.7) 
         context = ids[-seq:]
         logits = _logits(cell, context, len(context) - 1)
         if logits is not None:
-            weights = torch.softmax(logits.double() / temperature, dim=-1).cumsum(dim=-1)
+            known = logits[: tokenizer.vocab_size].cpu().double()  # a model may have more ids than its tokenizer
+            weights = torch.softmax(known / temperature, dim=-1).cumsum(dim=-1)
             token[0] = min(int((weights < float(draw) * float(weights[-1])).sum()), len(weights) - 1)
         groups.model.broadcast(token, last_rank).wait()
         ids.append(int(token))

@@ -54,7 +54,10 @@ def save_checkpoint(cell: Cell, directory: Path, *, step: int, consumed_samples:
             environment=environment(cell.groups.device),
             state_hash=found,
             shards=[ShardRecord.from_json(*record) for part in gathered for record in part],
-            extra={"updates": cell.optimizer.num_updates},
+            extra={
+                "updates": cell.optimizer.num_updates,
+                "samples": None if cell.training is None else cell.training.num_samples,
+            },
         )
         commit(folder, manifest)
         prune(directory, keep)
@@ -79,11 +82,17 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
         found = shapes.get(f"{name}@master")
         if found is not None and found != spec.shape:
             raise CheckpointError(f"{folder}: {name} has shape {list(found)}, the model's is {list(spec.shape)}")
+    samples = manifest.extra.get("samples")
+    if cell.training is not None and samples not in (None, cell.training.num_samples):
+        raise CheckpointError(
+            f"{folder}: its run trained on a corpus of {samples} samples, {cell.job.data.train[0].path} has"
+            f" {cell.training.num_samples}, so the order of samples would not go on; use the corpus it was trained on"
+        )
     wanted = [(shard, np.empty(shard.box.shape, dtype=np.float32)) for shard in cell.optimizer.owned_state()]
     read_boxes(folder, manifest, [(shard.tensor, shard.box, array) for shard, array in wanted])
     for shard, array in wanted:
         shard.value.copy_(torch.from_numpy(array))
-    cell.optimizer.num_updates = manifest.extra["updates"]
+    cell.optimizer.num_updates = manifest.extra.get("updates", manifest.step)
     cell.optimizer.gather_parameters()
     loaded = state_hash(cell)
     if loaded != manifest.state_hash:

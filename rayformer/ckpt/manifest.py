@@ -125,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
                 _shard(path, name, entry, shard) for name, entry in tree["tensors"].items() for shard in entry["shards"]
             ],
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: it lacks or misstates {error}; use an older checkpoint") from None
 
 
@@ -144,10 +144,15 @@ def step_folder(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step that a folder is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
 def find_checkpoints(directory: Path) -> list[Path]:
     """The folders in ``directory`` that have a manifest, the newest first."""
     if not directory.is_dir():
         return []
     named = [path for path in directory.iterdir() if re.fullmatch(r"step-\d{9,}", path.name)]
     found = [path for path in named if (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)

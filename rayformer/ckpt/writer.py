@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -13,8 +14,10 @@ import numpy.typing as npt
 import xxhash
 from safetensors.numpy import save_file
 
-from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, find_checkpoints
+from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, find_checkpoints, step_of
 from rayformer.shards import Box, ParamSpec
+
+logger = logging.getLogger("rayformer.ckpt")
 
 BoxValue = tuple[str, Box, npt.NDArray[np.float32]]
 
@@ -40,27 +43,40 @@ def write_shards(
             file=path.name,
             offset=offsets[entry],
             num_bytes=value.nbytes,
-            xxh3=xxhash.xxh3_64_hexdigest(value),
+            xxh3=xxhash.xxh3_64_hexdigest(value.data),
         )
         for entry, (tensor, box, value) in boxes.items()
     ]
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Make the checkpoint in ``folder`` exist: its manifest is written, made durable and renamed into place."""
+    """Make the checkpoint in ``folder`` exist: its manifest is written, made durable and renamed into place.
+
+    Later steps that lie beside it are of an attempt that this one went back from; they stop being checkpoints.
+    """
+    for other in find_checkpoints(folder.parent):
+        if step_of(other) > manifest.step:
+            (other / MANIFEST).rename(other / f"{MANIFEST}.superseded")
     temporary = folder / f"{MANIFEST}.tmp"
     temporary.write_text(manifest.dumps(), encoding="utf-8")
     _sync(temporary)
     _sync(folder)
     os.replace(temporary, folder / MANIFEST)
     _sync(folder)
+    _sync(folder.parent)
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Drop all but the ``keep`` newest checkpoints, each one's manifest first; 0 keeps all."""
+    """Drop all but the ``keep`` newest checkpoints, each one's manifest first; 0 keeps all.
+
+    What can't be deleted is left for the next time.
+    """
     for folder in find_checkpoints(directory)[keep:] if keep else []:
-        (folder / MANIFEST).unlink()
-        shutil.rmtree(folder)
+        try:
+            (folder / MANIFEST).unlink()
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("could not drop the old checkpoint %s: %s", folder, error)
 
 
 def _entry(tensor: str, box: Box) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rayformer.cell.plan import EXIT_ABORTED, EXIT_BAD_JOB, EXIT_FAILED, job_problems
+from rayformer.cell.plan import EXIT_ABORTED, EXIT_BAD_JOB, EXIT_FAILED
+from rayformer.cell.problems import job_problems
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
-from rayformer.errors import ConfigError, RayformerError
+from rayformer.errors import ConfigError, DataError, RayformerError
 
 app = typer.Typer(
     help="Pretrain transformers on a Ray cluster, and do not stop when GPUs do.",
@@ -40,7 +42,7 @@ def train(
     ] = None,
 ) -> None:
     """Train: run JOB to its last step, or go on with it from its newest checkpoint."""
-    checked = _in_cluster(load_job(job, overrides or [], [job_problems]))
+    checked = _in_cluster(load_job(job, overrides or [], [partial(job_problems, fresh=fresh)]))
     from rayformer.actors.launch import run_job
 
     raise typer.Exit(run_job(checked, fresh=fresh, allowed=allow_change or [], out=sys.stdout))
@@ -59,7 +61,10 @@ def preprocess(
     from rayformer.data.preprocess import preprocess as run
     from rayformer.data.tokenizers import get_tokenizer
 
-    done = run(inputs, output, get_tokenizer(tokenizer), suffixes=suffix)
+    try:
+        done = run(inputs, output, get_tokenizer(tokenizer), suffixes=suffix)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; name a place that can be written to with -o") from None
     print(f"{done.num_documents:,} documents, {done.num_tokens:,} tokens: {done.prefix}.bin, {done.prefix}.idx")
 
 

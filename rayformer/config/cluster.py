@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from rayformer.config.section import Positive, Section
+from rayformer.config.section import PathText, Positive, Section
 
 
 class ClusterConfig(Section):
     """The Ray cluster."""
 
-    address: Annotated[str, Field(min_length=1)] = Field(
+    address: PathText = Field(
         "local", description="local starts a private Ray; auto joins the one this job runs on; else host:port."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

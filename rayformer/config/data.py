@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayformer.config.section import Count, CountOrZero, NotNegative, Positive, Section
+from rayformer.config.section import Count, CountOrZero, NotNegative, PathText, Positive, Section
 
 
 class Source(Section):
     """One corpus."""
 
-    path: Annotated[str, Field(min_length=1)] = Field(
+    path: PathText = Field(
         description="Prefix of a .bin/.idx pair, or python-stdlib: the Python standard library found on the machine."
     )
     weight: Positive = Field(1.0, description="Share of the samples drawn from this corpus, relative to the others.")

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from rayformer.config.job import Job
 from rayformer.config.keys import KeyPath, dotted, field_at, keys_of, nearest_key, section_of
-from rayformer.config.rules import rule_problems
+from rayformer.config.rules import batch_problems, rule_problems
 from rayformer.config.strict_yaml import NotYaml, parse
 from rayformer.errors import ConfigError, Problem
 
@@ -23,18 +23,18 @@ Tree = dict[str, Any]
 Check = Callable[[Job], Iterable[Problem]]
 
 
-def load_job(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> Job:
+def load_job(path: Path, overrides: Sequence[str] = (), checks: Sequence[Check] = (batch_problems,)) -> Job:
     """The job in the YAML file ``path`` with ``KEY=VALUE`` overrides applied.
 
-    ``checks`` are further questions to a job, such as whether its files exist. Raises ConfigError with every problem
-    that the file, the rules between keys and the checks show, all at once.
+    ``checks`` are further questions to a job, such as whether its files exist; the default takes it for a first start.
+    Raises ConfigError with every problem that the file, the rules between keys and the checks show, all at once.
     """
     tree, problems = _read(path)
     problems += _override(tree, overrides)
     return _checked(tree, problems, checks)
 
 
-def job_from_tree(tree: Tree, checks: Sequence[Check] = ()) -> Job:
+def job_from_tree(tree: Tree, checks: Sequence[Check] = (batch_problems,)) -> Job:
     """The job of plain values. Raises ConfigError with every problem found."""
     return _checked(deepcopy(tree), [], checks)
 
@@ -210,7 +210,10 @@ def _problem(path: KeyPath, detail: ErrorDetails) -> Problem:
     context = dict(detail.get("ctx", {}), example=_example(field))
     if "expected" in context:
         context["expected"] = context["expected"].replace("'", "")
-    rule, fix = (text.format_map(context) for text in _TOLD[kind])
+    told = _TOLD.get(kind, (detail["msg"].lower(), "write another value"))
+    if kind == "string_pattern_mismatch" and key != "run.name":
+        told = ("must not have control characters", "write it without them")
+    rule, fix = (text.format_map(context) for text in told)
     return Problem(keys={key: shown}, rule=rule, fix=fix)
 
 

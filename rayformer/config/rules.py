@@ -24,7 +24,7 @@ _ONLY = {
 
 def rule_problems(job: Job) -> list[Problem]:
     """Every broken rule that can be seen in the job alone, without knowing the machine it will run on."""
-    return [*_not_built(job), *_model(job), *_layout(job), *batch_problems(job), *_lengths(job)]
+    return [*_not_built(job), *_model(job), *_layout(job), *_lengths(job)]
 
 
 def _not_built(job: Job) -> Iterator[Problem]:
@@ -77,7 +77,10 @@ def _layout(job: Job) -> Iterator[Problem]:
 
 
 def batch_problems(job: Job) -> Iterator[Problem]:
-    """Whether the global batch divides into equal virtual ranks of whole microbatches."""
+    """Whether the global batch divides into equal virtual ranks of whole microbatches.
+
+    Where virtual_ranks is auto, that of a first start is meant; on resume resolve the job first.
+    """
     batch, dp = job.batch, job.layout.dp
     if dp == "auto" and batch.virtual_ranks == "auto":
         shares, keys = 1, {}

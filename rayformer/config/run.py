@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rayformer.config.section import Count, CountOrZero, Section
+from rayformer.config.section import Count, CountOrZero, PathText, Section
 
 
 class RunConfig(Section):
@@ -15,7 +15,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
         description="Names the run, its folder and its actors: letters, digits, dots, dashes and underscores."
     )
-    dir: Annotated[str, Field(min_length=1)] = Field(
+    dir: PathText = Field(
         "runs", description="Folder that holds the run's folder; relative to where the command is given."
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rayformer.events import CellError
 
-_WEIGHT = {"died": 0, "raised": 1, "collateral": 2}
+_WEIGHT = {"died": 0, "raised": 1, "silent": 2, "collateral": 3}
 
 
 def first_cause(errors: Sequence[CellError]) -> CellError:
-    """The error that explains the others: a death before an exception before a broken collective, then by arrival."""
+    """The error that explains the others: a death, an exception, silence, a lost connection, and then by arrival."""
     return min(errors, key=lambda error: _WEIGHT[error.kind])
 
 
@@ -27,10 +27,10 @@ def explain(errors: Sequence[CellError]) -> str:
     collateral = [e.cell for e in errors if e is not cause and e.kind == "collateral"]
     if collateral:
         lines.append(f"  cells that only lost their connection to it: {', '.join(collateral)}")
-    if cause.detail:
-        lines.append(cause.detail)
     return "\n".join(lines)
 
 
 def _who(error: CellError) -> str:
-    return f"cell {error.cell} ({error.worker})" if error.cell else "the controller"
+    if not error.cell:
+        return "the controller"
+    return f"cell {error.cell} ({error.worker})" if error.worker else f"cell {error.cell}"

@@ -152,7 +152,11 @@ def _stopping(state: Stopping, event: Event) -> Step:
         case CellEnded(cell=cell):
             pending = pending - {cell}
         case DeadlinePassed():
-            return then, (Kill(generation=state.generation, cells=tuple(sorted(pending))),)
+            cells = tuple(sorted(pending))
+            message = f"it did not answer within {ABORT_S:g} s of being freed, and was killed"
+            silent = [CellError(cell=cell, worker="", kind="silent", message=message) for cell in cells]
+            then = replace(then, errors=(*then.errors, *silent))
+            return then, (Kill(generation=state.generation, cells=cells),)
         case CellReady() | StopAsked() | Placed():
             return state, ()
         case _:

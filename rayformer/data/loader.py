@@ -60,6 +60,7 @@ class TrainingOrder:
 
     def __init__(self, reader: SampleReader, seed: int) -> None:
         self._reader, self._seed = reader, seed
+        self.num_samples = reader.num_samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return tokens and labels, each [count, S], of the samples number first to first + count of the run."""

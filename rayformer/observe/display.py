@@ -33,9 +33,7 @@ class Display(Protocol):
         """The run has ended; gives the terminal back."""
 
 
-def make_display(
-    mode: Mode, out: TextIO, *, run: str, dashboard: str | None = None, every_step: bool = False
-) -> Display:
+def make_display(mode: Mode, out: TextIO, *, run: str, dashboard: str | None = None) -> Display:
     """The display that ``observe.progress`` asks for; ``auto`` is live where ``out`` is a terminal that can draw it."""
     if mode == "auto":
         console = Console(file=out)
@@ -45,7 +43,7 @@ def make_display(
         case "live":
             return LiveDisplay(out, run=run, dashboard=dashboard)
         case "plain":
-            return PlainDisplay(out, every_step=every_step)
+            return PlainDisplay(out)
         case "none":
             return NoDisplay()
     raise AssertionError(f"no display is called {mode!r}")

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rayformer.events import CheckpointSaved, StepReport
 
-INTERVAL_S = 1.0
 MAX_NAMED = 8
 
 
 class PlainDisplay:
-    """Prints to ``out`` about one step a second, and always the first and last, evaluations and what went wrong.
+    """Prints to ``out`` every executed step once, and whatever else happens."""
 
-    With ``every_step`` it prints every executed step.
-    """
-
-    def __init__(self, out: TextIO, *, every_step: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._interval_s = 0.0 if every_step else INTERVAL_S
-        self._clock = clock
         self._cells: Mapping[str, Mapping[str, Any]] = {}
-        self._generation: int | None = None
-        self._printed_at = 0.0
-        self._held: str | None = None
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -41,24 +31,13 @@ class PlainDisplay:
         self._cells = dict(cells)
 
     def step(self, report: StepReport, total_steps: int) -> None:
-        line, now = step_line(report, total_steps), self._clock()
-        due = now - self._printed_at >= self._interval_s or report.generation != self._generation
-        notable = report.step == total_steps or report.eval_loss is not None or report.skipped or report.nonfinite
-        self._generation = report.generation
-        if due or notable:
-            self._print(line)
-            self._held, self._printed_at = None, now
-        else:
-            self._held = line
+        self._print(step_line(report, total_steps))
 
     def saved(self, event: CheckpointSaved) -> None:
         self._print(f"saved step {event.step} in {event.seconds:.1f} s: {event.path}")
 
     def close(self) -> None:
-        """Prints the last step, if that was held back."""
-        if self._held is not None:
-            self._print(self._held)
-            self._held = None
+        pass
 
     def _print(self, text: str) -> None:
         print(text, file=self._out, flush=True)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rayformer.events import CellDone, CellEvent, CheckpointSaved, JournalEntry, StepReport
 from rayformer.observe.display import Display
 from rayformer.observe.journal import Journal
-from rayformer.observe.metrics import MetricsFile, read_metrics
+from rayformer.observe.metrics import MetricsFile
 from rayformer.observe.rundir import RunDir
-from rayformer.observe.summary import summary
 
 
 class Recorder:
     """Takes the events of one attempt of a run."""
 
     def __init__(self, files: RunDir, *, attempt: int, total_steps: int, display: Display) -> None:
-        self._files, self._total_steps, self.display = files, total_steps, display
+        self._total_steps, self.display = total_steps, display
         self._metrics = MetricsFile(files.metrics, attempt)
         self._journal = Journal(files.journal, attempt)
 
@@ -36,10 +38,10 @@ class Recorder:
                 values = {"outcome": event.outcome, "step": event.step}
                 self._journal.write(JournalEntry(kind="done", generation=event.generation, values=values))
 
-    def summary(self, done: CellDone) -> str:
-        """What the run tells at its end."""
-        lines = read_metrics(self._files.metrics)
-        return summary(done, total_steps=self._total_steps, lines=lines, metrics=self._files.metrics)
+    def membership(self, generation: int, cells: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record and show who owns which cell from now on: ``{CELL: {worker, pid, node, param_addr}}``."""
+        self._journal.write(JournalEntry(kind="membership", generation=generation, values={"cells": cells}))
+        self.display.membership(cells)
 
     def close(self) -> None:
         self.display.close()

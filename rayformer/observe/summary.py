@@ -14,8 +14,11 @@ MAX_SAMPLE_LINES = 8
 MAX_SAMPLE_WIDTH = 76
 
 
-def summary(done: CellDone, *, total_steps: int, lines: Sequence[Mapping[str, Any]], metrics: Path) -> str:
-    """How the run ended, where it stands and where its results lie; ``lines`` is ``read_metrics(metrics)``."""
+def summary(done: CellDone, *, total_steps: int, lines: Sequence[Mapping[str, Any]], metrics: Path, go_on: str) -> str:
+    """How the run ended, where it stands and where its results lie; ``lines`` is ``read_metrics(metrics)``.
+
+    ``go_on`` is said of a run that was stopped.
+    """
     # A run that went back to a checkpoint and was stopped early has later lines from an attempt that is void.
     lines = [line for line in lines if line["step"] <= done.step]
     losses = [line["loss"] for line in lines if line["loss"] is not None][-NUM_LOSSES:]
@@ -32,7 +35,7 @@ def summary(done: CellDone, *, total_steps: int, lines: Sequence[Mapping[str, An
 
     head = f"{done.outcome}: {done.step} of {_steps(total_steps)}"
     if done.outcome == "stopped":
-        head += "; give the same command again to go on"
+        head += f"; {go_on}"
     text = [head, *(f"  {name:<10}  {value}" for name, value in rows)]
     if done.sample is not None:
         text += ["  sample", *(f"    {line}" for line in _tame(done.sample))]

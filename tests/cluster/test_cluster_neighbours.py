@@ -60,3 +60,12 @@ def test_a_cluster_without_room_says_what_is_missing_and_is_left_as_it_was(stand
         " free in the cluster: {'CPU': 0.0}; add nodes, or use a smaller layout"
     )
     assert not lines_of(job) and not lines_of(job, kind="membership")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1"])
+def test_an_address_where_no_ray_answers_is_named_at_once(train, documents, tmp_path, address):
+    driver = train(write_job(tmp_path, "nowhere", corpus=documents, address=address))
+    assert driver.finish() == 1
+    (line,) = driver.output.splitlines()
+    assert line.startswith(f"error: no Ray answers at cluster.address={address}: ")

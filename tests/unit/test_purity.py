@@ -21,7 +21,9 @@ for name in {modules!r}:
 
 
 def modules_below(*paths):
-    files = [f for path in paths for f in (sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path])]
+    files = [
+        f for path in paths for f in (sorted((ROOT / path).rglob("*.py")) if (ROOT / path).is_dir() else [ROOT / path])
+    ]
     return [".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for f in files]
 
 

@@ -285,8 +285,8 @@ data: {trian: []}
         "layout.cp=2: only 1 is possible so far",
         "layout.tp=3, model.heads=4: tp must divide heads; use tp 1, 2 or 4",
         "layout.pp=9, model.layers=4: every pipeline stage needs at least one layer; use pp of at most 4",
-        "batch.global=15, batch.micro=2, ",
         "run.stop_at=30, run.steps=20: the run ends before stop_at",
+        "batch.global=15, batch.micro=2, ",
     ]
     assert [line[: len(start)] for line, start in zip(lines, expected)] == expected
     assert len(lines) == len(expected)  # nothing of min_lr, as lr is not known

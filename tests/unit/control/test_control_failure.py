@@ -4,9 +4,9 @@ from rayformer.control.failure import explain, first_cause
 from rayformer.events import CellError
 
 
-def error(cell, kind, message, detail=""):
+def error(cell, kind, message):
     number = int(cell[2:])
-    return CellError(cell=cell, worker=f"worker-{number:04d}", kind=kind, message=message, detail=detail)
+    return CellError(cell=cell, worker=f"worker-{number:04d}", kind=kind, message=message)
 
 
 LOST = "CollectiveError: connection closed by peer"
@@ -15,13 +15,12 @@ LOST = "CollectiveError: connection closed by peer"
 def test_the_cause_comes_first_with_its_cell_and_worker_and_the_rest_in_one_line():
     errors = [
         error("pp0", "collateral", LOST),
-        error("pp1", "died", "its process died: exit code 137", detail="last words"),
+        error("pp1", "died", "its process died: exit code 137"),
         error("pp2", "collateral", f"{LOST} [127.0.0.1]:4711"),
     ]
     assert explain(errors).splitlines() == [
         "cell pp1 (worker-0001): its process died: exit code 137",
         "  cells that only lost their connection to it: pp0, pp2",
-        "last words",
     ]
 
 
@@ -61,3 +60,11 @@ def test_an_error_of_the_run_as_a_whole_comes_after_the_death_that_led_to_it():
     first, then = explain([whole, error("pp1", "died", "its process died")]).splitlines()
     assert first == "cell pp1 (worker-0001): its process died"
     assert then == "  then the controller: OSError: disk full"
+
+
+def test_a_cell_that_says_nothing_comes_before_those_that_lost_their_connection():
+    silent = CellError(cell="pp1", worker="", kind="silent", message="it did not answer")
+    assert explain([error("pp0", "collateral", LOST), silent]).splitlines() == [
+        "cell pp1: it did not answer",
+        "  cells that only lost their connection to it: pp0",
+    ]

@@ -166,7 +166,8 @@ def test_a_cell_that_had_ended_may_still_die_while_the_others_stop():
 def test_a_deadline_kills_who_has_not_answered_and_nobody_else():
     failed, commands = follow(RUNNING_ALL, LOST, DEADLINE)
     assert commands == [Abort(generation=G, seconds=ABORT_S), Kill(generation=G, cells=(A, B))]
-    assert failed.errors == (failure(C),)
+    assert failed.errors[0] == failure(C)
+    assert [(error.cell, error.kind) for error in failed.errors[1:]] == [(A, "silent"), (B, "silent")]
 
 
 def test_an_unexpected_event_is_told_with_what_came_before():
@@ -245,6 +246,7 @@ def test_whatever_happens_in_whatever_order_the_run_ends_and_never_waits_for_not
     if isinstance(end, Finished):
         assert not first_words
     else:
-        assert [error for error in end.errors if error.cell] == list(first_words.values())
+        told = [error for error in end.errors if error.cell and error.kind != "silent"]
+        assert told == list(first_words.values())
         kinds = {error.kind for error in end.errors}
-        assert first_cause(end.errors).kind == min(kinds, key=["died", "raised", "collateral"].index)
+        assert first_cause(end.errors).kind == min(kinds, key=["died", "raised", "silent", "collateral"].index)

@@ -1,0 +1,84 @@
+"""Where a run starts from: nothing, or a checkpoint, which then decides what the job leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rayformer.ckpt.manifest import Manifest, find_checkpoints, read_manifest
+from rayformer.config.job import Job, resolve
+from rayformer.config.resume import resume_problems
+from rayformer.errors import CheckpointError, Problem
+from rayformer.observe.rundir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The checkpoint a run goes on from; both are None for a first start."""
+
+    folder: Path | None = None
+    manifest: Manifest | None = None
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step if self.manifest else 0
+
+    def resolve(self, job: Job, *, dp: int) -> Job:
+        """The job with what it leaves open filled in as the first run did."""
+        if self.manifest is None:
+            return resolve(job, dp=dp, recorded={})
+        recorded = {
+            "virtual_ranks": self.manifest.virtual_ranks,
+            "decay_steps": self.manifest.job["optim"]["decay_steps"],
+        }
+        return resolve(job, dp=dp, recorded=recorded)
+
+    def problems(self, resolved: Job, *, allowed: Collection[str]) -> list[Problem]:
+        """Why ``resolved`` may not go on from here; keys in ``allowed`` may differ."""
+        if self.manifest is None:
+            return []
+        recorded = dict(self.manifest.job)
+        with suppress(ValidationError):  # it has a key that is no longer known: tell the difference as it stands
+            recorded = Job.model_validate(recorded).dump()  # keys that are newer than the checkpoint get their defaults
+        return resume_problems(recorded, resolved.dump(), allowed=allowed, checkpoint=str(self.folder))
+
+
+def run_folder(job: Job) -> RunDir:
+    """The folder of the run that a job names."""
+    return RunDir(Path(job.run.dir).expanduser().absolute() / job.run.name)
+
+
+def checkpoint_folder(job: Job) -> Path:
+    """Where the checkpoints of a job lie."""
+    if job.checkpoint.dir == "auto":
+        return run_folder(job).checkpoints
+    return Path(job.checkpoint.dir).expanduser().absolute()
+
+
+def starts_anew(job: Job, *, fresh: bool) -> bool:
+    """Whether whatever an earlier attempt left is set aside."""
+    return fresh or job.checkpoint.resume == "never"
+
+
+def find_origin(job: Job, *, fresh: bool) -> Origin:
+    """Where ``job`` starts from. Raises CheckpointError if that can't be read, or is another run's."""
+    if starts_anew(job, fresh=fresh):
+        return Origin()
+    if job.checkpoint.resume != "auto":
+        folder = Path(job.checkpoint.resume).expanduser().absolute()
+        return Origin(folder=folder, manifest=read_manifest(folder))
+    found = find_checkpoints(checkpoint_folder(job))
+    if not found:
+        return Origin()
+    manifest = read_manifest(found[0])
+    owner = manifest.job["run"]["name"]
+    if owner != job.run.name:
+        raise CheckpointError(
+            f"{found[0]} is a checkpoint of the run {owner!r}, not of {job.run.name!r}; give each run its own"
+            f" checkpoint.dir, or name that checkpoint in checkpoint.resume to branch off"
+        )
+    return Origin(folder=found[0], manifest=manifest)

@@ -1,0 +1,57 @@
+"""What keeps a job from running that is seen only by looking at files, or by the packages that know. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
+from rayformer.config.job import Job
+from rayformer.config.rules import batch_problems
+from rayformer.data import corpus
+from rayformer.errors import CheckpointError, Problem
+from rayformer.stages import schedules
+
+
+def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
+    """Every problem that ``job`` has with its schedule, its data, its folders, and the checkpoint it goes on from."""
+    yield from schedules.problems(
+        job.schedule.name,
+        pp=job.layout.pp,
+        chunks=job.layout.virtual_stages,
+        microbatches=max(1, job.batch.num_microbatches),
+    )
+    yield from corpus.problems(
+        [(source.path, source.weight) for source in job.data.train],
+        split=job.data.split,
+        tokenizer=job.data.tokenizer,
+        vocab=job.model.vocab,
+        seq=job.batch.seq,
+        cache_dir=run_folder(job).corpus_cache,
+    )
+    yield from _folder("run.dir", job.run.dir, run_folder(job).path)
+    origin = Origin()
+    if "://" in job.checkpoint.dir:
+        rule = "only folders are possible so far"
+        yield Problem(keys={"checkpoint.dir": job.checkpoint.dir}, rule=rule, fix="name a folder that every node sees")
+    else:
+        if job.checkpoint.dir != "auto":
+            yield from _folder("checkpoint.dir", job.checkpoint.dir, checkpoint_folder(job))
+        try:
+            origin = find_origin(job, fresh=fresh)
+        except CheckpointError as error:
+            yield Problem(
+                keys={"checkpoint.resume": job.checkpoint.resume}, rule=str(error), fix="or use auto, never or --fresh"
+            )
+    known = origin.manifest is not None and job.layout.dp != "auto"
+    yield from batch_problems(origin.resolve(job, dp=job.layout.dp) if known else job)
+
+
+def _folder(key: str, value: str, folder: Path) -> Iterator[Problem]:
+    """Whether ``folder`` is one, or can be made."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        yield Problem(keys={key: value}, rule=f"{nearest} is not a folder", fix="name a folder")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Problem(keys={key: value}, rule=f"{nearest} may not be written to", fix="name another folder")
