@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayformer.cell.plan import job_problems
+from rayformer.cell.problems import job_problems
 from rayformer.config.load import load_job
 
 REPO = Path(__file__).parents[2]

@@ -42,7 +42,11 @@ def test_a_lost_worker_or_controller_ends_the_run_by_name_and_the_next_submissio
     assert driver.finish() == 1, driver.output
     error = driver.errors.splitlines()
     assert error[0].startswith(f"error: the run lost failed: cell {SECOND} (worker-0001): its process died: ")
-    assert error[1:] == [f"  cells that only lost their connection to it: {FIRST}", f"  logs: {folder_of(job)}/logs"]
+    assert error[1:] == [
+        f"  then cell {THIRD}: it did not answer within 5 s of being freed, and was killed",
+        f"  cells that only lost their connection to it: {FIRST}",
+        f"  logs: {folder_of(job)}/logs",
+    ]
     assert "Traceback" not in driver.output
     until(lambda: not alive(dict.fromkeys(pids.values(), "")), "the processes of the cells to end")
     until(lambda: not standing.live("lost/"), "actors and placement groups to go")
