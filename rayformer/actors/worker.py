@@ -28,7 +28,7 @@ from rayformer.errors import CollectiveError
 from rayformer.events import CellDone, CellEvent, CheckpointSaved
 from rayformer.groups import Groups, StoreClients
 
-REPORT_EVERY_S = 0.25
+REPORT_EVERY_S = 0.5
 logger = logging.getLogger("rayformer.worker")
 
 
