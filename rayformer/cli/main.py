@@ -42,7 +42,7 @@ def train(
     ] = None,
 ) -> None:
     """Train: run JOB to its last step, or go on with it from its newest checkpoint."""
-    checked = _in_cluster(load_job(job, overrides or [], [partial(job_problems, fresh=fresh)]))
+    checked = _settled(load_job(job, overrides or [], [partial(job_problems, fresh=fresh)]))
     from rayformer.actors.launch import run_job
 
     raise typer.Exit(run_job(checked, fresh=fresh, allowed=allow_change or [], out=sys.stdout))
@@ -89,11 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(status or 0)
 
 
-def _in_cluster(job: Job) -> Job:
-    """Inside of ``ray job submit`` a job whose address is local runs on the cluster that it was submitted to."""
-    if job.cluster.address != "local" or "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+def _settled(job: Job) -> Job:
+    """The job with what the environment decides.
+
+    Inside of ``ray job submit`` a job whose address is local runs on the cluster that it was submitted to. A private
+    Ray answers only to who has its token, unless the user says otherwise.
+    """
+    if job.cluster.address != "local":
         return job
-    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"address": "auto"})})
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return job.model_copy(update={"cluster": job.cluster.model_copy(update={"address": "auto"})})
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    return job
 
 
 def run() -> None:
