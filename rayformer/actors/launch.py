@@ -6,19 +6,18 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, TextIO
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-# isort: split
-import psutil  # Ray brings it along, and makes it importable
 
 from rayformer.actors.controller import Controller, Membership, RunEnded, death_of
 from rayformer.cell.plan import (
@@ -30,16 +29,18 @@ from rayformer.cell.plan import (
     open_run,
     plan_run,
 )
+from rayformer.config.cluster import ClusterConfig
 from rayformer.config.job import Job
 from rayformer.control.failure import explain
 from rayformer.data.corpus import corpus_path, open_corpus
-from rayformer.errors import RunError
+from rayformer.errors import ConfigError, Problem, RunError
 from rayformer.events import CellDone, CheckpointSaved, StepReport, plain
 from rayformer.observe.display import Display, make_display
 from rayformer.observe.metrics import read_metrics
 from rayformer.observe.summary import summary
 
 NAMESPACE = "rayformer"
+SHOW_CURSOR = b"\x1b[?25h"
 # Ray's workers have a lower priority than its own processes unless told otherwise, which costs steps where every core
 # is a cell's; what nobody looks at twice a second need not be reported twice a second.
 PRIVATE_RAY = {
@@ -59,6 +60,7 @@ def run_job(job: Job, *, fresh: bool, allowed: Collection[str], out: TextIO) -> 
     with _connected(job) as dashboard:
         _refuse_live(job.run.name)
         plan = plan or plan_run(job, dp=_auto_width(job), fresh=fresh, allowed=allowed)
+        _refuse_too_few_devices(job, plan.job.layout.degrees.world)
         with open_run(plan):
             if plan.done_before is not None:
                 return _ended(plan, plan.done_before, out)
@@ -80,40 +82,52 @@ def _prepare_corpus(plan: RunPlan) -> None:
 @contextmanager
 def _connected(job: Job) -> Iterator[str | None]:
     """A connection to the job's Ray, a private one for ``local``; gives the dashboard's address."""
-    cluster = job.cluster
-    private = {"include_dashboard": cluster.dashboard, "_system_config": PRIVATE_RAY}
-    local = private if cluster.address == "local" else {}
-    host, colon, port = cluster.address.rpartition(":")
     try:
-        if colon:  # Ray itself would try for minutes, and say nothing
-            socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"no Ray answers at cluster.address={cluster.address}: {error}; use host:port, auto or local"
-        ) from None
-    try:
-        context = ray.init(
-            address=cluster.address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            **local,
-        )
-        yield context.dashboard_url or None
+        yield _connect(job.cluster)
     except (KeyboardInterrupt, SystemExit):  # a signal before there is a run that could be stopped
         _exit_with_children()
     finally:
         ray.shutdown()
 
 
+def _connect(cluster: ClusterConfig) -> str | None:
+    private = {"include_dashboard": cluster.dashboard, "_system_config": PRIVATE_RAY}
+    host, colon, port = cluster.address.rpartition(":")
+    try:
+        if colon:  # Ray itself would try for minutes, and say nothing
+            socket.create_connection((host, int(port)), timeout=10).close()
+        context = ray.init(
+            address=cluster.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            **(private if cluster.address == "local" else {}),
+        )
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"no Ray answers at cluster.address={cluster.address}: {error}; use host:port, auto or local"
+        ) from None
+    return context.dashboard_url or None
+
+
+def _refuse_too_few_devices(job: Job, world: int) -> None:
+    """A private Ray gets no more accelerators by waiting for them."""
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if job.cluster.address == "local" and _device(job) == "cuda" and world > num_gpus:
+        keys = {"cluster.device": job.cluster.device, "world": world}
+        rule = f"every cell needs an accelerator, and this machine has {num_gpus}"
+        raise ConfigError([Problem(keys=keys, rule=rule, fix="use cluster.device=cpu, or a smaller layout")])
+
+
 def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
     job = plan.job
-    controller = _start_controller(plan)
     display = make_display(job.observe.progress, out, run=job.run.name, dashboard=dashboard)
+    controller = _start_controller(plan)
     try:
         _Signals(controller, display)
         if dashboard:
             display.note(f"dashboard: http://{dashboard}")
+        display.note(f"{job.layout.degrees.world} cells on {_device(job)}, one CPU thread each")
         for note in plan.notes:
             display.note(note)
         ended = _follow(controller, display, job.run.steps)
@@ -213,6 +227,8 @@ def _exit_with_children() -> NoReturn:
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the live display had hidden it
     os._exit(EXIT_ABORTED)
 
 
