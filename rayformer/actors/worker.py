@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class Worker:
         address = "127.0.0.1" if assignment.loopback else ray.util.get_node_ip_address()
         store = TCPStore(assignment.store_host, assignment.store_port, is_master=False, timeout=timedelta(seconds=120))
         self._assignment = assignment
-        with _logged(self._name):
+        with _errors_logged():
             self._groups = Groups.form(
                 layout=plan.job.layout.degrees,
                 rank=assignment.rank,
@@ -83,7 +84,7 @@ class Worker:
         assert self._assignment is not None and self._cell is not None
         assert generation == self._assignment.generation, f"{self._name} is not of generation {generation}"
         plan = self._assignment.plan
-        with _logged(self._name):
+        with _errors_logged():
             events = train(
                 self._cell,
                 checkpoints=plan.checkpoints,
@@ -159,17 +160,14 @@ def _log_to(path: Path, name: str) -> None:
     threading.excepthook = log_exception
 
 
-class _logged:
-    """Logs an exception on its way out."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CollectiveError):
-            logger.error("lost a peer: %s", error)
-        elif isinstance(error, Exception):
-            logger.error("failed", exc_info=error)
+@contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Writes an exception to the log on its way out; one that only tells of a lost peer, in one line."""
+    try:
+        yield
+    except CollectiveError as error:
+        logger.error("lost a peer: %s", error)
+        raise
+    except Exception:
+        logger.exception("failed")
+        raise
