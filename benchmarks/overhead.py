@@ -1,10 +1,12 @@
 """What Ray costs a training step: the same job (dp 2) under Ray and under torchrun, in turn.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 60]
+    python benchmarks/overhead.py [--slots 12] [--slot-s 4]
 
-Both run the same cells on the same machine and must print the same losses and the same state hash. ``step_s`` of the
-metrics runs from the end of one step to the end of the next, so it holds what handing over the reports costs. The
-figure is the median over rounds of the ratio of median step times. Writes benchmarks/results/overhead-DATE.json.
+Both are started on the same machine; then they run in turn for some seconds each, while every process of the other,
+Ray's own included, is stopped by SIGSTOP. So a change of the machine's speed meets both, and whatever Ray does beside
+the cells counts. Both must print the same losses. ``step_s`` of the metrics runs from the end of one step to the end of
+the next, so it holds what handing over the reports costs; a step that spans a switch is left out, as longer than half a
+slot. The figure is the ratio of the medians over all steps. Writes benchmarks/results/overhead-DATE.json.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+from rayformer.observe.metrics import read_metrics
 
 JOB = """
 run:    {{name: {name}, dir: {dir}, steps: {steps}}}
@@ -31,63 +40,83 @@ checkpoint: {{every: 0}}
 cluster: {{dashboard: {dashboard}}}
 observe: {{progress: none}}
 """
-WARM_UP = 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--slots", type=int, default=12, help="slots of each")
+    parser.add_argument("--slot-s", type=float, default=4.0)
     parser.add_argument("--no-dashboard", action="store_true")
     options = parser.parse_args()
-    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
-            order = ("ray", "torchrun") if number % 2 == 0 else ("torchrun", "ray")
-            runs = {kind: run(kind, Path(folder), number, options) for kind in order}
-            assert runs["ray"]["losses"] == runs["torchrun"]["losses"], "the losses differ"
-            assert runs["ray"]["state_hash"] == runs["torchrun"]["state_hash"], "the states differ"
-            medians = {kind: statistics.median(runs[kind]["step_s"]) for kind in runs}
-            rounds.append({**medians, "ratio": medians["ray"] / medians["torchrun"]})
-            print(
-                f"round {number}: ray {medians['ray']:.4f} s, torchrun {medians['torchrun']:.4f} s,"
-                f" ratio {rounds[-1]['ratio']:.3f}"
-            )
-    ratio = statistics.median(r["ratio"] for r in rounds)
-    print(f"median ratio {ratio:.3f}")
-    write(ratio, rounds, options)
-
-
-def run(kind: str, folder: Path, number: int, options: argparse.Namespace) -> dict[str, object]:
-    """One run; its step times after the warm-up, its losses and its last state hash."""
-    name = f"{kind}-{number}"
-    job = folder / f"{name}.yaml"
-    dashboard = str(not options.no_dashboard).lower()
-    job.write_text(JOB.format(name=name, dir=folder / "runs", steps=options.steps, dashboard=dashboard))
-    command = {
-        "ray": [sys.executable, "-m", "rayformer.cli.main", "train", str(job)],
-        "torchrun": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "rayformer.cell",
-            str(job),
-        ],
-    }[kind]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "step_s": [line["step_s"] for line in lines[WARM_UP:]],
-        "losses": [line["loss"] for line in lines],
-        "state_hash": lines[-1]["state_hash"],
+        runs = {kind: Run(kind, Path(folder), options) for kind in ("ray", "torchrun")}
+        try:
+            for run in runs.values():
+                run.wait_for_steps(10)
+                run.signal(signal.SIGSTOP)
+            first = {kind: len(run.lines()) for kind, run in runs.items()}
+            for _ in range(options.slots):
+                for run in runs.values():
+                    run.signal(signal.SIGCONT)
+                    time.sleep(options.slot_s)
+                    run.signal(signal.SIGSTOP)
+            lines = {kind: run.lines() for kind, run in runs.items()}
+        finally:
+            for run in runs.values():
+                run.end()
+    num = min(map(len, lines.values()))
+    losses = [[line["loss"] for line in lines[kind][:num]] for kind in runs]
+    assert losses[0] == losses[1], "the losses differ"
+    steps = {
+        kind: [line["step_s"] for line in lines[kind][first[kind] :] if line["step_s"] < options.slot_s / 2]
+        for kind in runs
     }
+    medians = {kind: statistics.median(values) for kind, values in steps.items()}
+    ratio = medians["ray"] / medians["torchrun"]
+    rows = [{"kind": kind, "median_s": medians[kind], "steps": len(steps[kind])} for kind in runs]
+    print(rows, f"ratio {ratio:.3f}")
+    write(ratio, rows, options)
 
 
-def write(ratio: float, rounds: list[dict[str, float]], options: argparse.Namespace) -> None:
+class Run:
+    """One of the two runs, as a tree of processes."""
+
+    def __init__(self, kind: str, folder: Path, options: argparse.Namespace) -> None:
+        job = folder / f"{kind}.yaml"
+        dashboard = str(not options.no_dashboard).lower()
+        job.write_text(JOB.format(name=kind, dir=folder / "runs", steps=100000, dashboard=dashboard))
+        self._metrics = folder / "runs" / kind / "metrics.jsonl"
+        launcher = {
+            "ray": ["rayformer.cli.main", "train"],
+            "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "-m", "rayformer.cell"],
+        }[kind]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._process = psutil.Popen(
+            [sys.executable, "-m", *launcher, str(job)],
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def lines(self) -> list[dict[str, float]]:
+        return read_metrics(self._metrics)
+
+    def wait_for_steps(self, num: int) -> None:
+        while len(self.lines()) < num:
+            assert self._process.poll() is None, "the run ended before it began"
+            time.sleep(0.2)
+
+    def signal(self, number: int) -> None:
+        for process in [self._process, *self._process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def write(ratio: float, rows: list[dict[str, object]], options: argparse.Namespace) -> None:
     import ray
     import torch
 
@@ -95,12 +124,13 @@ def write(ratio: float, rounds: list[dict[str, float]], options: argparse.Namesp
     path = Path(__file__).parent / "results" / f"overhead-{date}.json"
     result = {
         "date": date,
-        "figure": "median over rounds of (median step_s under Ray / median step_s under torchrun)",
+        "figure": "median step_s under Ray / median step_s under torchrun, in turn in one run",
         "ratio": ratio,
         "bar": 1.03,
-        "rounds": rounds,
+        "runs": rows,
         "settings": {
-            "steps": options.steps,
+            "slots": options.slots,
+            "slot_s": options.slot_s,
             "dashboard": not options.no_dashboard,
             "layout": "dp 2",
             "threads per process": 1,
