@@ -62,8 +62,9 @@ CellEvent = StepReport | CheckpointSaved | CellDone
 class CellError:
     """Why a cell failed.
 
-    ``kind`` ranks the causes: ``died`` (its process), ``raised`` (its own error), ``silent`` (it did
-    not answer), ``collateral`` (it lost a peer)."""
+    ``kind`` ranks the causes: ``died`` (its process), ``raised`` (its own error), ``silent`` (it did not answer),
+    ``collateral`` (it lost a peer).
+    """
 
     cell: str
     worker: str
