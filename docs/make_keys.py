@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rayformer.config.job import Job
 from rayformer.config.keys import keys_of, section_of
+from rayformer.config.model import CustomModelConfig
 
 HEAD = """\
 # Keys of a job file
@@ -31,11 +32,13 @@ number, `yes` is text. An unknown key, a key given twice and an alias are refuse
 def keys_page() -> str:
     """The whole page."""
     sections = [(name, section_of(field)) for name, field in keys_of(Job).items()]
-    return "\n".join([HEAD, *(line for name, section in sections if section for line in _section(name, section))])
+    own = list(_section("model", CustomModelConfig, title="model, of your own"))
+    lines = (line for name, section in sections if section for line in _section(name, section))
+    return "\n".join([HEAD, *lines, *own])
 
 
-def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
-    yield f"## {name}\n\n{section.__doc__}\n"
+def _section(name: str, section: type[BaseModel], *, title: str = "") -> Iterator[str]:
+    yield f"## {title or name}\n\n{section.__doc__}\n"
     yield "| key | value | default | meaning |"
     yield "| --- | --- | --- | --- |"
     yield from _rows(name, section)
@@ -47,7 +50,8 @@ def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
         kind = _kind(field.annotation, field.metadata)
         yield f"| `{prefix}.{key}` | {kind} | {_default(field)} | {field.description} |"
         if inner := section_of(field):
-            yield from _rows(f"{prefix}.{key}[i]", inner)
+            listed = get_origin(field.annotation) is tuple
+            yield from _rows(f"{prefix}.{key}{'[i]' if listed else ''}", inner)
 
 
 def _kind(annotation: Any, bounds: list[Any]) -> str:

@@ -13,8 +13,9 @@ Outcome = Literal["finished", "stopped"]
 class StepReport:
     """One executed step. Steps count from 1; ``loss`` is per valid token over the whole global batch.
 
-    ``grad_norm`` is before clipping, ``lr`` the rate this update used, ``nonfinite`` the parameters whose gradient was
-    not finite, in which case the update was skipped.
+    ``grad_norm`` is before clipping, ``lr`` the rate this update used, ``nonfinite`` the cells and parameters whose
+    gradient was not finite, in which case the update was skipped. ``phase_s`` tells for the reporting cell where the
+    step's seconds went, on the host's clock.
     """
 
     generation: int
@@ -31,6 +32,7 @@ class StepReport:
     eval_loss: float | None = None
     state_hash: str | None = None
     flops_per_token: int | None = None
+    phase_s: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

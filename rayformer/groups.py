@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,18 +35,26 @@ class Ticket:
     def __init__(self, communicator: Communicator, number: int | None) -> None:
         self._communicator = communicator
         self._number = number
+        self.then: Callable[[], None] | None = None  # what is left to do on this side when it is complete
 
     def wait(self) -> None:
         if self._number is not None:
             self._communicator.wait(self._number)
             self._number = None
+        if self.then is not None:
+            then, self.then = self.then, None
+            then()
 
 
 class Communicator:
-    """The live connection of some ranks; alone holds the backend object and the Works of operations in flight."""
+    """The live connection of some ranks; alone holds the backend object and the Works of operations in flight.
+
+    ``waited_s`` are the seconds that threads of this process have been blocked in waits: what communication cost them.
+    """
 
     def __init__(self, ranks: Sequence[int], backend: Any) -> None:
         self.ranks = tuple(ranks)
+        self.waited_s = 0.0
         self._backend = backend
         self._works: dict[int, Any] = {}
         self._num_started = 0
@@ -66,11 +75,13 @@ class Communicator:
         work = self._works.get(number)
         if work is None:
             raise CollectiveError(f"{self}: the group was aborted while an operation was in flight")
+        started = time.perf_counter()
         try:
             work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"{self}: a peer did not answer: {error}") from error
         finally:
+            self.waited_s += time.perf_counter() - started
             self._works.pop(number, None)
             del work  # or the traceback of the error would keep it
 
@@ -137,11 +148,33 @@ class Group:
         self, out: torch.Tensor, tensor: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Ticket:
         """Send piece j of ``tensor`` to member j and receive its piece; splits are lengths along dim 0."""
-        if self.size == 1:
+        if self.size == 1 and out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
         return self._start(
             "all_to_all", tensor, lambda backend: backend.alltoall_base(out, tensor, list(out_splits), list(in_splits))
         )
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Ticket:
+        """The own piece [n] of the sum of every member's ``tensor`` [size * n], whose pieces add in rank order on Gloo.
+
+        Gloo's own reduce-scatter takes four times as long as sending the pieces and adding them.
+        """
+        if self.device.type == "cuda" and self.size > 1:
+            return self._start("reduce_scatter", tensor, lambda backend: backend._reduce_scatter_base(out, tensor))
+        flat = out.view(-1)
+        pieces = tensor.view(1, -1) if self.size == 1 else tensor.new_empty(self.size, out.numel())
+
+        def add() -> None:
+            flat.copy_(pieces[0])
+            for piece in pieces[1:]:
+                flat.add_(piece)
+
+        splits = [out.numel()] * self.size
+        started = self._start(
+            "reduce_scatter", tensor, lambda backend: backend.alltoall_base(pieces.view(-1), tensor, splits, splits)
+        )
+        started.then = add
+        return started
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
         """The ``tensor`` of member ``root`` in everybody's, in place."""
@@ -241,6 +274,11 @@ class Groups:
     @property
     def world(self) -> Group:
         return self.by_axes["tp", "cp", "dp", "pp"]
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this process has been blocked in waits of any group."""
+        return sum(communicator.waited_s for communicator in {group._communicator for group in self.by_axes.values()})
 
     @classmethod
     def form(

@@ -79,21 +79,27 @@ def share_start(num_items: int, size: int, rank: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Init:
-    """How a parameter starts: ``normal`` with standard deviation ``std``, or all ``ones`` or ``zeros``."""
+    """How a parameter starts: ``normal`` with standard deviation ``std``, ``ones``, ``zeros``, or as its module did."""
 
-    kind: Literal["normal", "ones", "zeros"] = "normal"
+    kind: Literal["normal", "ones", "zeros", "module"] = "normal"
     std: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter in model coordinates: its global name and shape, its start, how tp splits it, whether it decays."""
+    """One parameter in model coordinates: its global name and shape, its start, how tp splits it, whether it decays.
+
+    ``partial`` says that tp ranks hold the same values but see different activations, so that each one's gradient is a
+    part of the sum; ``tied`` that another block computes with the parameter too.
+    """
 
     name: str
     shape: tuple[int, ...]
     init: Init
     split: Split | None = None
     decay: bool = True
+    partial: bool = False
+    tied: bool = False
 
     def boxes(self, tp_size: int, tp_rank: int) -> tuple[Box, ...]:
         """The boxes that one tp rank holds, in the order in which their rows follow each other in its memory."""
@@ -115,6 +121,10 @@ class ParamSpec:
         dim = 0 if self.split is None else self.split.dim
         rows = sum(box.shape[dim] for box in boxes)
         return tuple(rows if d == dim else n for d, n in enumerate(boxes[0].shape))
+
+    def room(self, tp_size: int) -> int:
+        """Elements of the largest part that a tp rank holds: what every rank reserves, so that all have one plan."""
+        return prod(self.local_shape(tp_size, 0))
 
 
 @dataclass(frozen=True, kw_only=True)

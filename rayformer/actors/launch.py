@@ -29,6 +29,7 @@ from rayformer.cell.plan import (
     open_run,
     plan_run,
 )
+from rayformer.cell.report import report_at_end
 from rayformer.config.cluster import ClusterConfig
 from rayformer.config.job import Job
 from rayformer.control.failure import explain
@@ -131,11 +132,15 @@ def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
         for note in plan.notes:
             display.note(note)
         ended = _follow(controller, display, job.run.steps)
+    except RunError:
+        display.note(f"report: {report_at_end(plan.files)}")
+        raise
     finally:
         display.close()
         ray.kill(controller)
     if ended.done is None:
-        raise RunError(f"the run {job.run.name} failed: {explain(ended.errors)}\n  logs: {plan.files.logs}")
+        places = f"  logs: {plan.files.logs}\n  report: {report_at_end(plan.files)}"
+        raise RunError(f"the run {job.run.name} failed: {explain(ended.errors)}\n{places}")
     return _ended(plan, ended.done, out)
 
 
@@ -235,7 +240,7 @@ def _exit_with_children() -> NoReturn:
 def _ended(plan: RunPlan, done: CellDone, out: TextIO) -> int:
     files, steps = plan.files, plan.job.run.steps
     text = summary(done, total_steps=steps, lines=read_metrics(files.metrics), metrics=files.metrics, go_on=plan.go_on)
-    out.write(text + "\n")
+    out.write(f"{text}\n  report      {report_at_end(files)}\n")
     out.flush()
     return EXIT_FINISHED if done.outcome == "finished" else EXIT_STOPPED
 

@@ -89,6 +89,7 @@ class Worker:
                 self._cell,
                 checkpoints=plan.checkpoints,
                 done_steps=plan.done_steps,
+                consumed_samples=plan.consumed_samples,
                 until=plan.until,
                 should_stop=self._stop_asked.is_set,
             )

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,12 @@ from rayformer.cell.plan import (
 )
 from rayformer.cell.problems import job_problems
 from rayformer.cell.process import prepare_process
+from rayformer.cell.report import report_at_end
 from rayformer.cell.state import load_checkpoint
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
-from rayformer.errors import ConfigError, Problem, RayformerError
-from rayformer.events import CellDone
+from rayformer.errors import CollectiveError, ConfigError, Problem, RayformerError
+from rayformer.events import CellDone, CellError, JournalEntry, plain
 from rayformer.groups import Groups, StoreClients
 from rayformer.observe.display import make_display
 from rayformer.observe.metrics import read_metrics
@@ -115,7 +116,7 @@ def _device(job: Job, place: Place) -> torch.device:
 def _run(plan: RunPlan, place: Place, device: torch.device) -> int:
     stop = _StopFlag()
     with ExitStack() as stack:
-        recorder = stack.enter_context(_recorder(plan)) if place.rank == 0 else None
+        recorder = stack.enter_context(_recorder(plan, place)) if place.rank == 0 else None
         done = plan.done_before
         if done is None:
             cell = stack.enter_context(_cell(plan, place, device))
@@ -142,6 +143,7 @@ def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None
         cell,
         checkpoints=plan.checkpoints,
         done_steps=plan.done_steps,
+        consumed_samples=plan.consumed_samples,
         until=plan.until,
         should_stop=lambda: stop.is_set,
     )
@@ -154,7 +156,7 @@ def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None
 
 
 @contextmanager
-def _recorder(plan: RunPlan) -> Iterator[Recorder]:
+def _recorder(plan: RunPlan, place: Place) -> Iterator[Recorder]:
     """Holds the run's folder, made ready, for as long as this process runs it."""
     with open_run(plan):
         job = plan.job
@@ -164,8 +166,23 @@ def _recorder(plan: RunPlan) -> Iterator[Recorder]:
             for note in plan.notes:
                 display.note(note)
             yield recorder
+        except Exception as error:
+            with suppress(OSError):  # the disk may be the cause
+                recorder.journal(_failure(plan, place, error))
+            raise
         finally:
             recorder.close()
+            print(f"  report      {report_at_end(plan.files)}", flush=True)
+
+
+def _failure(plan: RunPlan, place: Place, error: Exception) -> JournalEntry:
+    failed = CellError(
+        cell=str(next(iter(plan.job.layout.degrees.cells()))),
+        worker=f"rank-{place.rank}",
+        kind="collateral" if isinstance(error, CollectiveError) else "raised",
+        message=f"{type(error).__name__}: {error}",
+    )
+    return JournalEntry(kind="failed", generation=1 + place.restarts, values={"errors": [plain(failed)]})
 
 
 @contextmanager

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+import torch
+
+from rayformer.cell.model import load_model
 from rayformer.config.job import Job
 from rayformer.data.corpus import corpus_path, open_corpus
 from rayformer.data.loader import HeldOutOrder, SampleReader, TrainingOrder
 from rayformer.groups import Groups
-from rayformer.models import llama
-from rayformer.nn.context import Context, parameter_specs
+from rayformer.nn.context import Context, Parameter, own_parameters, parameter_specs
+from rayformer.ops.dropout import Moment
 from rayformer.optim.adamw import ShardedAdamW
 from rayformer.optim.buffers import FlatParameters, GradBuffers
-from rayformer.optim.plan import BUCKET_ELEMENTS, plan_buckets
+from rayformer.optim.plan import BUCKET_ELEMENTS, BucketPlan, plan_buckets
 from rayformer.optim.tree import owned_leaves
 from rayformer.shards import ParamSpec
 from rayformer.stages.channel import Channel
 from rayformer.stages.check import check
 from rayformer.stages.executor import Executor
 from rayformer.stages.instructions import Program
-from rayformer.stages.lowering import lower, with_reductions
+from rayformer.stages.lowering import lower, with_awaited_params, with_reductions
 from rayformer.stages.schedules import get_schedule
 from rayformer.stages.schedules.forward_only import forward_only
+from rayformer.stages.split import split_blocks
 from rayformer.stages.stage import Stage
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +46,67 @@ class Cell:
     optimizer: ShardedAdamW
     channel: Channel
     executor: Executor
-    train_program: Program
-    eval_program: Program
+    programs: Programs
     leaves: range
     training: TrainingOrder | None
     held_out: HeldOutOrder | None
 
-    @property
-    def microbatches(self) -> range:
-        """The numbers, in the whole step, of the microbatches that this cell runs."""
-        per_leaf = self.job.batch.num_microbatches // self.job.batch.num_virtual_ranks
+    def samples(self, batch_size: int) -> range:
+        """The places in a global batch of ``batch_size`` samples of those that this cell runs."""
+        per_leaf = batch_size // self.job.batch.num_virtual_ranks
         return range(self.leaves.start * per_leaf, self.leaves.stop * per_leaf)
 
     @property
     def param_address(self) -> int:
         """Where the parameters lie in memory; it changes only if they are made anew."""
         return self.parameters.buffer.data_ptr()
+
+
+class Programs:
+    """The programs of one cell for batches of any size, each checked for all ranks when it is first needed."""
+
+    def __init__(self, job: Job, groups: Groups, stage: Stage, plan: BucketPlan, *, leaves: range) -> None:
+        self._job, self._pp, self._rank = job, groups.layout.pp, groups.cell.pp
+        self._leaves, self._num_segments = leaves, len(stage.segments)
+        where: dict[str, list[int]] = {}
+        borrowed: dict[str, list[int]] = {}
+        for parameter, segment in stage.segments_of_parameters().items():
+            assert isinstance(parameter, Parameter)
+            (borrowed if parameter.borrowed else where).setdefault(parameter.spec.name, []).append(segment)
+        used = [
+            [segment for slot in bucket.slots for segment in (borrowed if bucket.borrowed else where)[slot.name]]
+            for bucket in plan.buckets
+        ]
+        self._lowest_segment = [min(segments) for segments in used]
+        # A tied output layer may compute with its owner's memory, which is needed first elsewhere.
+        self._first_segment = [min(segments) for segments in used]
+        self.train = lru_cache(self._train)
+        self.evaluate = lru_cache(self._evaluate)
+
+    def _train(self, batch_size: int) -> Program:
+        """One training step on a global batch of ``batch_size`` samples."""
+        leaf_of = [leaf for leaf in self._leaves for _ in range(self._per_leaf(batch_size))]
+        programs = lower(get_schedule(self._job.schedule.name)(self._pp, 1, len(leaf_of)))
+        check(programs, rendezvous=True)
+        program = with_reductions(
+            programs[self._rank],
+            leaf_of_microbatch=leaf_of,
+            lowest_segment=self._lowest_segment,
+            num_segments=self._num_segments,
+            overlap=self._job.optim.overlap,
+        )
+        return with_awaited_params(program, first_segment=self._first_segment, num_segments=self._num_segments)
+
+    def _evaluate(self) -> Program:
+        """One held-out global batch."""
+        num_microbatches = len(self._leaves) * self._per_leaf(self._job.batch.global_)
+        return lower(forward_only(self._pp, 1, num_microbatches))[self._rank]
+
+    def _per_leaf(self, batch_size: int) -> int:
+        batch = self._job.batch
+        per_leaf, rest = divmod(batch_size, batch.micro * batch.num_virtual_ranks)
+        assert per_leaf and not rest, f"{batch_size} samples don't divide into virtual ranks of whole microbatches"
+        return per_leaf
 
 
 def build_cell(
@@ -67,24 +119,39 @@ def build_cell(
 ) -> Cell:
     """Build the cell that ``groups`` belong to, with its initial weights.
 
-    Data is read only where it is needed; relative data paths start from ``base_dir``.
+    Data is read only where it is needed; relative data paths start from ``base_dir``. Raises ConfigError for a model
+    that can't be built in this layout or on this device.
     """
     degrees, at, device = groups.layout, groups.cell, groups.device
-    blocks, loss = llama.build(job.model)
-    ctx = Context(tp=groups.tp, seed=job.run.seed, device=device)
-    stage = Stage(blocks, loss, pp=degrees.pp, rank=at.pp, ctx=ctx)
-    named = [(p.spec.name, p) for p in stage.parameters()]  # type: ignore[attr-defined]
+    blocks, loss = load_model(job.model, base_dir)
+    dtype = DTYPES[job.precision.params]
+    ctx = Context(
+        tp=groups.tp,
+        sequence_parallel=job.layout.sequence_parallel,
+        seed=job.run.seed,
+        device=device,
+        dtype=dtype,
+        moment=Moment(seed=job.run.seed),
+        recomputed=frozenset(job.recompute.modules if job.recompute.mode == "selective" else ()),
+    )
+    numbers = split_blocks(job.layout.stages, costs=[block.cost for block in blocks], pp=degrees.pp)[at.pp]
+    stage = Stage(blocks, loss, numbers=numbers, ctx=ctx, recompute=job.recompute)
+    owned = [(p.spec.name, p) for p in own_parameters(stage)]
+    borrowed = [(p.spec.name, p) for p in stage.parameters() if isinstance(p, Parameter) and p.borrowed]
     specs = parameter_specs(stage)
-    plan = plan_buckets([(name, p.numel()) for name, p in named], dp=degrees.dp, bucket_elements=bucket_elements)
+    plan = plan_buckets(
+        [(name, p.numel()) for name, p in owned],
+        dp=degrees.dp,
+        bucket_elements=bucket_elements,
+        rooms={p.spec.name: p.spec.room(degrees.tp) for _, p in (*owned, *borrowed)},
+        alone=[name for name, spec in specs.items() if spec.tied],
+        borrowed=[(name, p.numel()) for name, p in borrowed],
+    )
     num_leaves = job.batch.num_virtual_ranks
     leaves = owned_leaves(num_leaves, degrees.dp, at.dp)
-    parameters = FlatParameters(named, plan)
-    channel = Channel(groups.pp, shape=(job.batch.micro, job.batch.seq, job.model.hidden), dtype=ctx.dtype)
-    per_leaf, rest = divmod(job.batch.num_microbatches, num_leaves)
-    assert per_leaf and not rest, "the microbatches don't divide into virtual ranks"
-    leaf_of = [leaf for leaf in leaves for _ in range(per_leaf)]
-    programs = lower(get_schedule(job.schedule.name)(degrees.pp, 1, len(leaf_of)))
-    check(programs, rendezvous=True)
+    parameters = FlatParameters(owned, plan, borrowed=borrowed, dtype=dtype)
+    own_seq = job.batch.seq // (degrees.tp if ctx.sequence_parallel else 1)
+    channel = Channel(groups.pp, shape=(job.batch.micro, own_seq, job.model.hidden), dtype=dtype)
     training, held_out = _orders(job, corpus_cache, base_dir) if stage.is_first or stage.is_last else (None, None)
     return Cell(
         job=job,
@@ -92,12 +159,13 @@ def build_cell(
         stage=stage,
         specs=specs,
         parameters=parameters,
-        grads=GradBuffers(named, plan, leaves=leaves, num_leaves=num_leaves),
-        optimizer=ShardedAdamW(parameters, specs, job.optim, tp=groups.tp, dp=groups.dp),
+        grads=GradBuffers(owned, plan, leaves=leaves, num_leaves=num_leaves, borrowed=borrowed),
+        optimizer=ShardedAdamW(
+            parameters, specs, job.optim, precision=job.precision, tp=groups.tp, dp=groups.dp, pp=groups.pp
+        ),
         channel=channel,
-        executor=Executor(stage, channel),
-        train_program=with_reductions(programs[at.pp], leaf_of_microbatch=leaf_of, num_buckets=len(plan.buckets)),
-        eval_program=lower(forward_only(degrees.pp, 1, len(leaf_of)))[at.pp],
+        executor=Executor(stage, channel, waited_s=lambda: groups.waited_s),
+        programs=Programs(job, groups, stage, plan, leaves=leaves),
         leaves=leaves,
         training=training,
         held_out=held_out,
@@ -112,7 +180,9 @@ def _orders(job: Job, corpus_cache: Path, base_dir: Path) -> tuple[TrainingOrder
         cache_dir=corpus_cache,
     )
     readers = [
-        None if stream is None else SampleReader(stream, seq=job.batch.seq, vocab=job.model.vocab)
+        None
+        if stream is None
+        else SampleReader(stream, seq=job.batch.seq, vocab=job.model.vocab, ignore_ids=job.data.ignore_ids)
         for stream in (corpus.train, corpus.held_out)
     ]
     assert readers[0] is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from rayformer.config.model import ModelConfig
+from rayformer.config.model import CustomModelConfig, ModelConfig
 
 
-def flops_per_token(model: ModelConfig, seq: int) -> int:
-    """Operations to train on one token: forward, and twice that for backward; the embedding look-up is none."""
-    width = model.heads * model.head_dim
-    projections = model.hidden * (2 * width + 2 * model.num_kv_heads * model.head_dim)
-    matrices = model.layers * (projections + 3 * model.hidden * model.ffn) + model.hidden * model.vocab
-    attention = model.layers * 2 * seq * width
+def flops_per_token(model: ModelConfig | CustomModelConfig, seq: int) -> int | None:
+    """Operations to train on one token: forward, and twice that for backward; the embedding look-up is none.
+
+    What is recomputed is not counted: these are the model's operations, not the hardware's. None for a model of the
+    user's own.
+    """
+    if isinstance(model, CustomModelConfig):
+        return None
+    matrices = model.layers * model.layer_matrices + model.output_matrix
+    attention = model.layers * 2 * seq * model.heads * model.width
     return 3 * 2 * (matrices + attention)

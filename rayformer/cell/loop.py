@@ -18,9 +18,17 @@ MAX_SKIPPED = 10
 
 
 def train(
-    cell: Cell, *, checkpoints: Path, done_steps: int, until: int, should_stop: Callable[[], bool]
+    cell: Cell,
+    *,
+    checkpoints: Path,
+    done_steps: int,
+    consumed_samples: int,
+    until: int,
+    should_stop: Callable[[], bool],
 ) -> Iterator[CellEvent]:
     """Run the steps after ``done_steps`` up to ``until``, with the evaluations and checkpoints that the job asks for.
+
+    ``consumed_samples`` are those of the steps done before.
 
     ``should_stop`` is asked once a step, before the vote; if it says so on any cell, all stop after that step with a
     checkpoint. Ends with CellDone. Raises RunError after ten steps in a row whose gradient was not finite.
@@ -30,14 +38,15 @@ def train(
     generation, flops = cell.groups.generation, flops_per_token(job.model, job.batch.seq)
     skipped_in_row = 0
     if until == done_steps:
-        saved = _save(cell, checkpoints, done_steps)
+        saved = _save(cell, checkpoints, done_steps, consumed_samples)
         yield saved
         yield _done(cell, done_steps, saved)
     started = time.monotonic()
     for step in range(done_steps + 1, until + 1):
-        consumed = (step - 1) * job.batch.global_
+        batch_size = job.batch.size_after(consumed_samples)
         lr = runner.next_lr()
-        measured = runner.begin(consumed)
+        measured = runner.begin(step, consumed_samples)
+        consumed_samples += batch_size
         vote = runner.vote(stop=should_stop())
         runner.finish(measured, lr)
         step_s = time.monotonic() - started
@@ -46,7 +55,7 @@ def train(
         evaluates = step == job.run.steps or (job.eval.every > 0 and step % job.eval.every == 0)
         saves = last or (job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
         eval_loss = runner.evaluate(job.eval.batches) if evaluates else None
-        saved = _save(cell, checkpoints, step) if saves else None
+        saved = _save(cell, checkpoints, step, consumed_samples) if saves else None
         started = time.monotonic()  # what it costs to hand over the report belongs to the next step
         yield StepReport(
             generation=generation,
@@ -54,15 +63,16 @@ def train(
             loss=measured.loss,
             grad_norm=measured.norm,
             lr=lr,
-            tokens=job.batch.global_ * job.batch.seq,
+            tokens=batch_size * job.batch.seq,
             valid_tokens=measured.valid_tokens,
-            consumed_samples=step * job.batch.global_,
+            consumed_samples=consumed_samples,
             step_s=step_s,
             skipped=bool(measured.nonfinite),
             nonfinite=measured.nonfinite,
             eval_loss=eval_loss,
             state_hash=saved.state_hash if saved else None,
             flops_per_token=flops,
+            phase_s=dict(runner.phase_s),
         )
         if saved:
             yield saved
@@ -77,14 +87,15 @@ def train(
             return
 
 
-def _save(cell: Cell, checkpoints: Path, step: int) -> CheckpointSaved:
+def _save(cell: Cell, checkpoints: Path, step: int, consumed_samples: int) -> CheckpointSaved:
     return save_checkpoint(
-        cell, checkpoints, step=step, consumed_samples=step * cell.job.batch.global_, keep=cell.job.checkpoint.keep
+        cell, checkpoints, step=step, consumed_samples=consumed_samples, keep=cell.job.checkpoint.keep
     )
 
 
 def _done(cell: Cell, step: int, saved: CheckpointSaved) -> CellDone:
     finished = step == cell.job.run.steps
+    cell.optimizer.await_parameters()
     writes = finished and cell.groups.cell.dp == 0
     return CellDone(
         generation=cell.groups.generation,

@@ -23,7 +23,10 @@ from rayformer.stages.executor import Losses
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What every cell knows of a step: sums over the whole global batch, and the norm of the mean gradient."""
+    """What every cell knows of a step: sums over the whole global batch, and the norm of the mean gradient.
+
+    ``nonfinite`` are the parameters whose gradient is not finite.
+    """
 
     loss_sum: float
     valid_tokens: int
@@ -45,39 +48,45 @@ class Meter:
         self._groups, self._specs = cell.groups, cell.specs
         self._plan = cell.parameters.plan
         self._num_leaves = cell.job.batch.num_virtual_ranks
-        self._num_microbatches = cell.job.batch.num_microbatches
-        self._per_leaf = self._num_microbatches // self._num_leaves
         dp = self._groups.dp
-        self._dp_widths = [len(owned_leaves(self._num_leaves, dp.size, d)) * self._per_leaf for d in range(dp.size)]
+        self._dp_leaves = [len(owned_leaves(self._num_leaves, dp.size, d)) for d in range(dp.size)]
         # The parameters of every stage, in model order; tp ranks have the same ones.
         self._stage_names: list[list[str]] = self._groups.model.gather_values(list(cell.specs))[:: cell.groups.tp.size]
 
-    def measure(self, losses: Losses, shards: Sequence[torch.Tensor]) -> Measured:
-        """The step of which this cell saw ``losses`` and holds the reduced gradient ``shards``, one per bucket."""
+    def measure(
+        self, losses: Losses, shards: Sequence[torch.Tensor], *, num_microbatches: int, seed: float
+    ) -> Measured:
+        """The step of ``num_microbatches`` of which this cell saw ``losses``.
+
+        It holds the reduced gradient ``shards``, one per owned bucket, of ``seed`` times the sum of the token losses.
+        """
+        per_leaf = num_microbatches // self._num_leaves
         blocks = torch.cat([block_sums(shard) for shard in shards]).double()
-        step_losses, all_blocks = self._over_dp(losses, blocks)
+        step_losses, all_blocks = self._over_dp(losses, blocks, per_leaf)
         step_losses, squares = self._over_replica(step_losses, self._parameter_squares(all_blocks))
-        loss_sum, valid = self._fold_losses(step_losses)
+        loss_sum, valid = self._fold_losses(step_losses, per_leaf)
         over_tp = squares[:, 0]
         for rank in range(1, squares.shape[1]):
             over_tp = over_tp + squares[:, rank]
         per_parameter = torch.cat([row[: len(names)] for row, names in zip(over_tp, self._stage_names)])
         names = [name for stage in self._stage_names for name in stage]
         nonfinite = [name for name, value in zip(names, per_parameter.tolist()) if not math.isfinite(value)]
-        norm = math.sqrt(float(tree_sum(per_parameter))) / max(valid, 1) if not nonfinite else math.nan
+        norm = math.sqrt(float(tree_sum(per_parameter))) / seed / max(valid, 1) if not nonfinite else math.nan
         return Measured(loss_sum=loss_sum, valid_tokens=valid, norm=norm, nonfinite=tuple(nonfinite))
 
-    def measure_losses(self, losses: Losses) -> Measured:
+    def measure_losses(self, losses: Losses, *, num_microbatches: int) -> Measured:
         """The same without a gradient, for evaluation."""
+        per_leaf = num_microbatches // self._num_leaves
         nothing = torch.zeros(0, dtype=torch.float64, device=self._groups.device)
-        step_losses, _ = self._over_dp(losses, nothing)
+        step_losses, _ = self._over_dp(losses, nothing, per_leaf)
         step_losses, _ = self._over_replica(step_losses, nothing)
-        loss_sum, valid = self._fold_losses(step_losses)
+        loss_sum, valid = self._fold_losses(step_losses, per_leaf)
         return Measured(loss_sum=loss_sum, valid_tokens=valid)
 
-    def _over_dp(self, losses: Losses, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _over_dp(self, losses: Losses, blocks: torch.Tensor, per_leaf: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss sums and token counts of every microbatch [2, V], and every replica's ``blocks`` [dp, blocks]."""
-        dp, widest = self._groups.dp, max(self._dp_widths)
+        dp, widths = self._groups.dp, [leaves * per_leaf for leaves in self._dp_leaves]
+        widest = max(widths)
         own = torch.zeros(2, widest, dtype=torch.float64, device=dp.device)
         for v, total in losses.sums.items():
             own[0, v], own[1, v] = total.double(), losses.counts[v]
@@ -85,7 +94,7 @@ class Meter:
         received = sent.new_empty(dp.size, sent.numel())
         dp.all_gather(received.view(-1), sent).wait()
         rows = received[:, : 2 * widest].view(dp.size, 2, widest)
-        step_losses = torch.cat([row[:, :width] for row, width in zip(rows, self._dp_widths)], dim=1)
+        step_losses = torch.cat([row[:, :width] for row, width in zip(rows, widths)], dim=1)
         return step_losses, received[:, 2 * widest :]
 
     def _over_replica(self, step_losses: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +109,7 @@ class Meter:
 
     def _parameter_squares(self, by_dp: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each own parameter, in model order; what tp replicates counts on its first rank."""
-        buckets = [(bucket.stop - bucket.start) // ALIGNMENT // self._groups.dp.size for bucket in self._plan.buckets]
+        buckets = [(bucket.stop - bucket.start) // ALIGNMENT // self._groups.dp.size for bucket in self._plan.owned]
         blocks = torch.cat([part.reshape(-1) for part in by_dp.split(buckets, dim=1)])  # in flat order
         found = {
             slot.name: tree_sum(blocks[slot.start // ALIGNMENT : -(-slot.stop // ALIGNMENT)])
@@ -112,12 +121,12 @@ class Meter:
             [found[name] if counted or spec.split is not None else zero for name, spec in self._specs.items()]
         )
 
-    def _fold_losses(self, step_losses: torch.Tensor) -> tuple[float, int]:
+    def _fold_losses(self, step_losses: torch.Tensor, per_leaf: int) -> tuple[float, int]:
         """The sum of all token losses, in the order of additions of the gradients, and the token count."""
         sums, counts = step_losses.tolist()
         fold: Fold[float] = Fold(self._num_leaves, lambda left, right: left + right)
         for leaf in range(self._num_leaves):
-            own = sums[leaf * self._per_leaf : (leaf + 1) * self._per_leaf]
+            own = sums[leaf * per_leaf : (leaf + 1) * per_leaf]
             fold.push(Node(leaf, leaf + 1), reduce(add, own))  # sum() compensates from Python 3.12 on
         ((_, loss_sum),) = fold.parts
         return loss_sum, int(sum(counts))

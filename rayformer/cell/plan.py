@@ -35,6 +35,7 @@ class RunPlan:
     attempt: int
     start_from: Path | None
     done_steps: int
+    consumed_samples: int
     until: int
     anew: bool
     go_on: str
@@ -100,6 +101,7 @@ def plan_run(job: Job, *, dp: int, fresh: bool, allowed: Collection[str]) -> Run
         attempt=1 if anew else run_folder(job).next_attempt(),
         start_from=origin.folder,
         done_steps=origin.step,
+        consumed_samples=origin.manifest.consumed_samples if origin.manifest else 0,
         until=resolved.run.steps if stop_at is None else stop_at,
         anew=anew,
         go_on=_go_on(job, anew),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
 from rayformer.config.job import Job
+from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
 from rayformer.data import corpus
 from rayformer.errors import CheckpointError, Problem
-from rayformer.stages import schedules
+from rayformer.stages import schedules, split
 
 
 def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
@@ -22,6 +23,10 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
         chunks=job.layout.virtual_stages,
         microbatches=max(1, job.batch.num_microbatches),
     )
+    if isinstance(job.model, ModelConfig):
+        yield from split.problems(
+            job.layout.stages, layers=job.model.layers, pp=job.layout.pp, chunks=job.layout.virtual_stages
+        )
     yield from corpus.problems(
         [(source.path, source.weight) for source in job.data.train],
         split=job.data.split,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from rayformer.config.job import Job
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def prepare_process(job: Job, device: torch.device) -> None:
@@ -17,11 +21,20 @@ def prepare_process(job: Job, device: torch.device) -> None:
     On a CPU one thread is enough for that, and ``use_deterministic_algorithms`` would load the compiler, 1.5 seconds.
     """
     torch.set_num_threads(1)
+    _keep_freed_memory()
     if device.type == "cuda" and job.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what tensors free, up to 1 GiB, for the next ones: new pages cost 1 to 4 % of a step on a CPU."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(parameter, 2**30)
 
 
 def environment(device: torch.device) -> dict[str, object]:

@@ -53,7 +53,7 @@ def _logits(cell: Cell, context: list[int], position: int) -> torch.Tensor | Non
     y = stage(x)
     if not stage.is_last:
         cell.channel.send(SendAct(0, peer=pp.rank + 1), y)
-        cell.channel.flush()
+        cell.channel.finish()
         return None
     return _whole(cell, y[0, position])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from rayformer.ckpt.reader import read_boxes
 from rayformer.ckpt.writer import BoxValue, commit, prune, write_shards
 from rayformer.errors import CheckpointError
 from rayformer.events import CheckpointSaved
+from rayformer.optim.scaler import LossScale
 
 
 def state_hash(cell: Cell) -> str:
@@ -56,6 +58,7 @@ def save_checkpoint(cell: Cell, directory: Path, *, step: int, consumed_samples:
             shards=[ShardRecord.from_json(*record) for part in gathered for record in part],
             extra={
                 "updates": cell.optimizer.num_updates,
+                "loss_scale": asdict(cell.optimizer.loss_scale),
                 "samples": None if cell.training is None else cell.training.num_samples,
             },
         )
@@ -93,7 +96,10 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
     for shard, array in wanted:
         shard.value.copy_(torch.from_numpy(array))
     cell.optimizer.num_updates = manifest.extra.get("updates", manifest.step)
-    cell.optimizer.gather_parameters()
+    if "loss_scale" in manifest.extra:
+        cell.optimizer.loss_scale = LossScale(**manifest.extra["loss_scale"])
+    cell.optimizer.start_gather()
+    cell.optimizer.await_parameters()
     loaded = state_hash(cell)
     if loaded != manifest.state_hash:
         raise CheckpointError(f"{folder}: its state hash is {manifest.state_hash}, what was loaded has {loaded}")

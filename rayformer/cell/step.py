@@ -2,21 +2,29 @@
 
 1 begin     read the microbatches, execute the program, finish the reductions, measure
 2 vote      every cell is alive and knows whether to stop; until here nothing has changed
-3 finish    clip, AdamW on the own shard, gather the parameters
+3 finish    clip, AdamW on the own shard, start to gather the parameters
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
 from rayformer.cell.build import Cell
 from rayformer.cell.measure import Measured, Meter
+from rayformer.cell.nonfinite import Origins
 from rayformer.data.loader import HeldOutOrder, TrainingOrder
-from rayformer.optim.lr import learning_rate
-from rayformer.optim.reduction import BucketReduction
+from rayformer.optim.lr import learning_rate, weight_decay
+from rayformer.optim.reduction import BucketReduction, sum_partial
 from rayformer.stages.executor import Feed
+
+_REDUCTIONS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,45 +35,81 @@ class Vote:
 
 
 class StepRunner:
-    """Runs steps of one cell. ``finish`` may only follow ``begin`` of the same step."""
+    """Runs steps of one cell. ``finish`` may only follow ``begin`` of the same step.
+
+    ``phase_s`` is how many seconds of this process the last step took in each phase: data, forward, backward, optimizer
+    without waiting, and communication, the waiting that nothing hid.
+    """
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
         self._groups = cell.groups
         self._meter = Meter(cell)
-        self._reductions: list[BucketReduction] = []
-        self._shards: list[torch.Tensor] = []
+        self._origins = Origins()
+        self._pending: deque[tuple[int, BucketReduction]] = deque()
+        self._shards: dict[int, torch.Tensor] = {}
+        self._partial = _partial_ranges(cell)
+        self._seed = 1.0
+        self.phase_s: dict[str, float] = {}
         # Only the ends of the pipeline read data, and all must know whether there is any to evaluate on.
         self._can_evaluate = any(cell.groups.model.gather_values(cell.held_out is not None))
 
-    def begin(self, consumed_samples: int) -> Measured:
-        """Read, execute and measure one step; no state has changed when this returns."""
-        cell = self._cell
+    def begin(self, step: int, consumed_samples: int) -> Measured:
+        """Read, execute and measure step number ``step``; no state has changed when this returns."""
+        cell, batch = self._cell, self._cell.job.batch
+        size = batch.size_after(consumed_samples)
+        self.phase_s = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer"), 0.0)
+        self._seed = _seed(cell)
+        with self._timed("data"):
+            feed = self._feed(cell.training, consumed_samples, size)
+        feed = replace(feed, step=step, seed=self._seed)
         cell.grads.start_step()
-        self._reductions.clear()
-        losses = cell.executor.run(cell.train_program, self._feed(cell.training, consumed_samples), self)
-        self._shards = [reduction.result() for reduction in self._reductions]
-        return self._meter.measure(losses, self._shards)
+        self._origins.start_step()
+        cell.executor.seconds.clear()
+        losses = cell.executor.run(cell.programs.train(size), feed, self)
+        for kind, seconds in cell.executor.seconds.items():
+            self.phase_s[_PHASES.get(kind, "communication")] += seconds
+        with self._timed("optimizer"):
+            while self._pending:
+                self._settle()
+            shards = [self._shards[i] for i in range(len(cell.parameters.plan.buckets))]
+            sum_partial(shards, self._partial, self._groups.tp)
+            cell.optimizer.tied.add_gradients(shards)
+            measured = self._meter.measure(losses, self.shards, num_microbatches=size // batch.micro, seed=self._seed)
+            if measured.nonfinite:
+                where = self._origins.find(str(self._groups.cell), measured.nonfinite, self._groups.world)
+                measured = replace(measured, nonfinite=where)
+        return measured
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """The own shard of the summed gradient, one per owned bucket, between ``begin`` and ``finish``."""
+        return [self._shards[i] for i in range(len(self._cell.parameters.plan.owned))]
 
     def vote(self, *, stop: bool) -> Vote:
         """Meet every cell of the run; returns when all have come this far."""
-        ballot = torch.tensor([1.0, float(stop)], dtype=torch.float64, device=self._groups.device)
-        self._groups.world.all_reduce(ballot).wait()
-        present, stops = ballot.tolist()
+        with self._timed("communication"):
+            ballot = torch.tensor([1.0, float(stop)], dtype=torch.float64, device=self._groups.device)
+            self._groups.world.all_reduce(ballot).wait()
+            present, stops = ballot.tolist()
         assert present == self._groups.world.size
         return Vote(stop=stops > 0)
 
     def finish(self, measured: Measured, lr: float) -> None:
-        """Clip, update and gather, unless the gradient was not finite."""
-        if measured.nonfinite:
-            return
-        clip = self._cell.job.optim.clip
-        factor = min(1.0, clip / (measured.norm + 1e-6)) if clip else 1.0
-        scale = factor / max(measured.valid_tokens, 1)
-        for shard in self._shards:
-            shard.mul_(scale)
-        self._cell.optimizer.update(self._owned_grads(), lr)
-        self._cell.optimizer.gather_parameters()
+        """Clip, update and start to gather, unless the gradient was not finite."""
+        optimizer, section = self._cell.optimizer, self._cell.job.optim
+        overflow = bool(measured.nonfinite)
+        optimizer.loss_scale = optimizer.loss_scale.after(self._cell.job.precision, overflow=overflow)
+        if not overflow:
+            with self._timed("optimizer"):
+                factor = min(1.0, section.clip / (measured.norm + 1e-6)) if section.clip else 1.0
+                scale = factor / max(measured.valid_tokens, 1) / self._seed
+                grads = self._owned_grads()
+                for grad in grads:
+                    grad.mul_(scale)
+                optimizer.update(grads, lr=lr, weight_decay=weight_decay(optimizer.num_updates + 1, section))
+                optimizer.start_gather()
+        self._shards.clear()
 
     def next_lr(self) -> float:
         """The rate that the next update will use."""
@@ -75,51 +119,99 @@ class StepRunner:
         """The held-out loss per token over ``batches`` global batches; None without held-out data."""
         if not self._can_evaluate:
             return None
+        cell, batch = self._cell, self._cell.job.batch
+        cell.optimizer.await_parameters()
         total, count = 0.0, 0
-        for batch in range(batches):
-            first = batch * self._cell.job.batch.global_
-            losses = self._cell.executor.run(self._cell.eval_program, self._feed(self._cell.held_out, first))
-            measured = self._meter.measure_losses(losses)
+        for number in range(batches):
+            feed = self._feed(cell.held_out, number * batch.global_, batch.global_)
+            losses = cell.executor.run(cell.programs.evaluate(), feed, self)
+            measured = self._meter.measure_losses(losses, num_microbatches=batch.num_microbatches)
             total, count = total + measured.loss_sum, count + measured.valid_tokens
         return total / max(count, 1)
 
-    # The two instructions about gradients, see stages.executor.GradSink.
+    # The instructions about gradients and parameters, see stages.executor.DataParallel.
 
     def close_leaf(self, leaf: int) -> None:
         self._cell.grads.close_leaf(leaf)
 
     def reduce(self, bucket: int) -> None:
-        self._reductions.append(
-            BucketReduction(
-                self._cell.parameters.plan.buckets[bucket],
-                self._cell.grads.parts,
-                num_leaves=self._cell.job.batch.num_virtual_ranks,
-                dp=self._groups.dp,
-            )
-        )
+        if len(self._pending) == _REDUCTIONS_IN_FLIGHT:  # each holds memory of its bucket's size
+            self._settle()
+        place = self._cell.parameters.plan.buckets[bucket]
+        parts = self._cell.grads.close_bucket(place)
+        self._origins.watch(place, [part for _, part in parts])
+        num_leaves = self._cell.job.batch.num_virtual_ranks
+        self._pending.append((bucket, BucketReduction(place, parts, num_leaves=num_leaves, dp=self._groups.dp)))
 
-    def _feed(self, order: TrainingOrder | HeldOutOrder | None, first_sample: int) -> Feed:
+    def await_params(self, bucket: int) -> None:
+        self._cell.optimizer.await_bucket(bucket)
+
+    def _settle(self) -> None:
+        bucket, reduction = self._pending.popleft()
+        self._shards[bucket] = reduction.result()
+
+    def _feed(self, order: TrainingOrder | HeldOutOrder | None, first_sample: int, batch_size: int) -> Feed:
         """The own microbatches of the batch that starts at ``first_sample``; ``order`` is None between the ends."""
-        stage, mine, micro = self._cell.stage, self._cell.microbatches, self._cell.job.batch.micro
-        feed = Feed()
+        stage, micro = self._cell.stage, self._cell.job.batch.micro
+        mine = self._cell.samples(batch_size)
+        places = range(len(mine) // micro)
+        feed = Feed(samples={v: tuple(mine[v * micro : (v + 1) * micro]) for v in places})
         if order is None:
             return feed
-        tokens, labels = order.batch(first_sample + mine.start * micro, len(mine) * micro)
-        for v in range(len(mine)):
+        tokens, labels = order.batch(first_sample + mine.start, len(mine))
+        for v in places:
             rows = slice(v * micro, (v + 1) * micro)
             if stage.is_first:
                 feed.tokens[v] = torch.from_numpy(tokens[rows]).to(self._groups.device)
             if stage.is_last:
                 feed.labels[v] = torch.from_numpy(labels[rows]).to(self._groups.device)
+                feed.counts[v] = int((labels[rows] >= 0).sum())
         return feed
 
     def _owned_grads(self) -> list[torch.Tensor]:
         """The gradient of what the optimizer owns: the own shards, or with zero 0 everybody's."""
+        buckets, shards = self._cell.parameters.plan.owned, self.shards
         if self._cell.job.optim.zero == 1:
-            return self._shards
-        buckets = self._cell.parameters.plan.buckets
-        whole = [shard.new_empty(bucket.stop - bucket.start) for shard, bucket in zip(self._shards, buckets)]
-        tickets = [self._groups.dp.all_gather(out, shard) for out, shard in zip(whole, self._shards)]
+            return shards
+        whole = [shard.new_empty(bucket.stop - bucket.start) for shard, bucket in zip(shards, buckets)]
+        tickets = [self._groups.dp.all_gather(out, shard) for out, shard in zip(whole, shards)]
         for ticket in tickets:
             ticket.wait()
         return whole
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Add the time of this block to ``phase``, but its waiting to communication."""
+        started, waited = time.perf_counter(), self._groups.waited_s
+        yield
+        waited = self._groups.waited_s - waited
+        self.phase_s["communication"] += waited
+        self.phase_s[phase] += time.perf_counter() - started - waited
+
+
+_PHASES = {"Forward": "forward", "Backward": "backward", "FoldGrads": "backward", "ReduceGrads": "backward"}
+
+
+def _seed(cell: Cell) -> float:
+    """What backward starts with as the gradient of the sum of the token losses.
+
+    Under fp16 the loss scale is that of a mean, so that it does not depend on the size of a microbatch; other formats
+    divide once, at the end.
+    """
+    job = cell.job
+    if job.precision.params != "fp16":
+        return 1.0
+    return cell.optimizer.loss_scale.scale / 2.0 ** math.ceil(math.log2(job.batch.micro * job.batch.seq))
+
+
+def _partial_ranges(cell: Cell) -> list[tuple[int, int, int]]:
+    """Where in the own shards gradients lie that tp ranks hold parts of: bucket, start and stop within its shard."""
+    ranges = []
+    plan = cell.parameters.plan
+    for i, bucket in enumerate(plan.owned):
+        lo, hi = plan.shard(bucket, cell.groups.dp.rank)
+        for slot in bucket.slots:
+            start, stop = max(lo, slot.start), min(hi, slot.stop)
+            if cell.specs[slot.name].partial and start < stop:
+                ranges.append((i, start - lo, stop - lo))
+    return ranges

@@ -13,9 +13,11 @@ import typer
 
 from rayformer.cell.plan import EXIT_ABORTED, EXIT_BAD_JOB, EXIT_FAILED
 from rayformer.cell.problems import job_problems
+from rayformer.cell.report import report_run
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
-from rayformer.errors import ConfigError, DataError, RayformerError
+from rayformer.errors import ConfigError, DataError, Problem, RayformerError, RunError
+from rayformer.observe.rundir import RunDir
 
 app = typer.Typer(
     help="Pretrain transformers on a Ray cluster, and do not stop when GPUs do.",
@@ -66,6 +68,19 @@ def preprocess(
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; name a place that can be written to with -o") from None
     print(f"{done.num_documents:,} documents, {done.num_tokens:,} tokens: {done.prefix}.bin, {done.prefix}.idx")
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN_DIR")]) -> None:
+    """Write report.html of a run anew, from what lies in its folder."""
+    files = RunDir(run_dir)
+    if not (files.metrics.is_file() or files.journal.is_file()):
+        rule = f"it has no {files.metrics.name} and no {files.journal.name}"
+        raise ConfigError([Problem(keys={"RUN_DIR": str(run_dir)}, rule=rule, fix="name the folder of a run")])
+    try:
+        print(report_run(files))
+    except OSError as error:
+        raise RunError(f"{error.filename}: {error.strerror}; the report needs a place that can be written to") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

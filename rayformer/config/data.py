@@ -29,6 +29,9 @@ class DataConfig(Section):
     split: Annotated[tuple[NotNegative, NotNegative, NotNegative], Field(strict=False)] = Field(
         (99.0, 1.0, 0.0), description="Shares of documents for training, held-out loss and test; not for python-stdlib."
     )
+    ignore_ids: Annotated[tuple[CountOrZero, ...], Field(strict=False)] = Field(
+        (), description="Token ids that the model sees but is not trained to predict, such as padding."
+    )
 
 
 class EvalConfig(Section):

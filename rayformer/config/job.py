@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, SerializeAsAny, WrapValidator
 
 from rayformer.config.batch import BatchConfig
 from rayformer.config.checkpoint import CheckpointConfig
 from rayformer.config.cluster import ClusterConfig, ObserveConfig
 from rayformer.config.data import DataConfig, EvalConfig
 from rayformer.config.layout import LayoutConfig
-from rayformer.config.model import ModelConfig
+from rayformer.config.model import CustomModelConfig, ModelConfig
 from rayformer.config.optim import OptimConfig, PrecisionConfig
+from rayformer.config.recompute import RecomputeConfig
 from rayformer.config.run import RunConfig
 from rayformer.config.section import Section
 
@@ -24,16 +25,23 @@ class Schedule(Section):
     name: str = Field("1f1b", description="Pipeline schedule: gpipe or 1f1b.")
 
 
+def _built_in_or_own(value: Any, built_in: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig | CustomModelConfig:
+    if isinstance(value, CustomModelConfig) or (isinstance(value, dict) and "factory" in value):
+        return CustomModelConfig.model_validate(value)
+    return built_in(value)
+
+
 class Job(Section):
     """Everything a run is asked to do."""
 
     run: RunConfig
-    model: ModelConfig
+    model: Annotated[SerializeAsAny[ModelConfig], WrapValidator(_built_in_or_own)]
     layout: LayoutConfig = LayoutConfig()
     batch: BatchConfig
     schedule: Schedule = Schedule()
     optim: OptimConfig = OptimConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     data: DataConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rayformer.config.job import Job
+from rayformer.config.model import CustomModelConfig, ModelConfig
 
 KeyPath = Sequence[str | int]
 
@@ -33,7 +34,10 @@ def field_at(path: KeyPath) -> FieldInfo | None:
     field: FieldInfo | None = None
     for name in path:
         if isinstance(name, str):
-            field = keys_of(section).get(name) if section else None
+            fields = keys_of(section) if section else {}
+            if section is ModelConfig:
+                fields = {**keys_of(CustomModelConfig), **fields}
+            field = fields.get(name)
             section = section_of(field) if field else None
     return field
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from rayformer.config.section import Auto, Count, Section
@@ -23,7 +21,11 @@ class LayoutConfig(Section):
     etp: Count = Field(1, description="Tensor-parallel degree of the experts.")
     virtual_stages: Count = Field(1, description="Pieces of the model that each pipeline rank holds.")
     sequence_parallel: bool = Field(False, description="Whether norms and residuals are split along the sequence.")
-    stages: Literal["auto"] = Field("auto", description="How layers are dealt to the stages; auto deals them evenly.")
+    stages: str = Field(
+        "auto",
+        description="How the blocks are dealt to the stages: auto balances their costs, else a drawing of "
+        "E (embedding), t (layer), L (loss), a vertical bar between stages, and x*n or (..)*n for repetition.",
+    )
 
     @property
     def degrees(self) -> Layout:

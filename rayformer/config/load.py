@@ -137,6 +137,7 @@ STAND_INS: dict[str, Any] = {
     "model.heads": 1,
     "model.ffn": 1 << 20,
     "model.vocab": 1 << 30,
+    "model.factory": "x:x",
     "batch": {},
     "batch.global": 1,
     "batch.seq": 1,
@@ -211,7 +212,9 @@ def _problem(path: KeyPath, detail: ErrorDetails) -> Problem:
     if "expected" in context:
         context["expected"] = context["expected"].replace("'", "")
     told = _TOLD.get(kind, (detail["msg"].lower(), "write another value"))
-    if kind == "string_pattern_mismatch" and key != "run.name":
+    if kind == "string_pattern_mismatch" and key == "model.factory":
+        told = ("must name a function", "write it like package.module:function")
+    elif kind == "string_pattern_mismatch" and key != "run.name":
         told = ("must not have control characters", "write it without them")
     rule, fix = (text.format_map(context) for text in told)
     return Problem(keys={key: shown}, rule=rule, fix=fix)

@@ -8,8 +8,15 @@ from typing import Any
 from rayformer.errors import Problem
 
 # Where something runs and how it is shown may change; what decides the curve may not.
-_FREE_SECTIONS = {"layout", "schedule", "recovery", "checkpoint", "observe", "cluster", "faults"}
-_FREE_KEYS = {"optim.zero", "batch.micro", "run.stop_at", "run.name", "run.dir"}  # a run may be moved, or branch off
+_FREE_SECTIONS = {"layout", "schedule", "recovery", "checkpoint", "observe", "cluster", "faults", "recompute"}
+_FREE_KEYS = {
+    "optim.zero",
+    "optim.overlap",
+    "batch.micro",
+    "run.stop_at",
+    "run.name",
+    "run.dir",
+}  # a run may be moved, or branch off
 
 
 def resume_problems(

@@ -23,8 +23,9 @@ class SampleReader:
     Raises DataError for a stream without a whole sample.
     """
 
-    def __init__(self, stream: TokenStream, *, seq: int, vocab: int) -> None:
+    def __init__(self, stream: TokenStream, *, seq: int, vocab: int, ignore_ids: Sequence[int] = ()) -> None:
         self._stream, self._seq, self._vocab = stream, seq, vocab
+        self._ignored = np.array(ignore_ids, dtype=np.int64)
         self.num_samples = (stream.num_tokens - 1) // seq
         if self.num_samples < 1:
             raise DataError(
@@ -33,16 +34,19 @@ class SampleReader:
             )
 
     def read(self, sample_ids: Sequence[int]) -> Batch:
-        """Return tokens [B, S] and labels [B, S], the tokens one further on; they share no memory.
+        """Return tokens [B, S] and labels [B, S], the tokens one further on or -1 for ids without loss.
 
-        Raises DataError for an id outside the vocabulary.
+        They share no memory. Raises DataError for an id outside the vocabulary.
         """
         block = np.empty((len(sample_ids), self._seq + 1), dtype=np.int64)  # [B, S+1]
         for row, sample in enumerate(sample_ids):
             start = sample * self._seq
             block[row] = self._stream.read(start, start + self._seq + 1)
         self._check(block, sample_ids)
-        return block[:, :-1].copy(), block[:, 1:].copy()
+        labels = block[:, 1:].copy()
+        if len(self._ignored):
+            labels[np.isin(labels, self._ignored)] = -1
+        return block[:, :-1].copy(), labels
 
     def _check(self, block: npt.NDArray[np.int64], sample_ids: Sequence[int]) -> None:
         outside = np.argwhere((block < 0) | (block >= self._vocab))

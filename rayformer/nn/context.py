@@ -6,30 +6,63 @@ the global tensor has at that place, so every layout starts from the same weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rayformer.groups import Group, single
+from rayformer.ops.dropout import Moment
 from rayformer.ops.keyed import normal_box
 from rayformer.shards import ParamSpec
+
+Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The tp group, the seed of the weights, and where parameters live. The default is one process on the CPU."""
+    """What every layer of one cell shares. The default is one process on the CPU.
+
+    ``tp`` divides the layers; with ``sequence_parallel`` it also divides what stands between them along the sequence.
+    ``seed`` is that of the weights, ``device`` where parameters live. They are made in float32; ``dtype`` is what the
+    model computes in. ``moment`` says which samples pass through, and ``recomputed`` which kinds of modules forget
+    their activations and compute them again.
+    """
 
     tp: Group = field(default_factory=single)
+    sequence_parallel: bool = False
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    moment: Moment = field(default_factory=Moment)
+    recomputed: frozenset[str] = frozenset()
+
+    def own_sequence(self, length: int) -> slice:
+        """Which positions of a whole sequence of ``length`` are this cell's where the sequence is divided."""
+        if not self.sequence_parallel:
+            return slice(0, length)
+        own = length // self.tp.size
+        return slice(self.tp.rank * own, (self.tp.rank + 1) * own)
+
+    def selective(self, kind: str, function: Callable[..., Output]) -> Callable[..., Output]:
+        """``function`` as it is, or one that keeps only its arguments if modules of this ``kind`` are recomputed."""
+        if kind not in self.recomputed:
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 class Parameter(nn.Parameter):
-    """The own part of a global tensor; ``spec`` says which."""
+    """The own part of a global tensor; ``spec`` says which.
+
+    ``borrowed`` says that another block owns the tensor and this one computes with it too.
+    """
 
     spec: ParamSpec
+    borrowed: bool = False
 
 
 def make_parameter(spec: ParamSpec, ctx: Context) -> Parameter:
@@ -40,11 +73,16 @@ def make_parameter(spec: ParamSpec, ctx: Context) -> Parameter:
         value = torch.cat([torch.from_numpy(part) for part in parts]) * spec.init.std
     else:
         value = torch.full(spec.local_shape(ctx.tp.size, ctx.tp.rank), 1.0 if spec.init.kind == "ones" else 0.0)
-    parameter = Parameter(value.to(device=ctx.device, dtype=ctx.dtype))
+    parameter = Parameter(value.to(device=ctx.device))
     parameter.spec = spec
     return parameter
 
 
+def own_parameters(module: nn.Module) -> list[Parameter]:
+    """The parameters of ``module`` that it owns, in model order."""
+    return [p for p in module.parameters() if isinstance(p, Parameter) and not p.borrowed]
+
+
 def parameter_specs(module: nn.Module) -> dict[str, ParamSpec]:
-    """The spec of every parameter of ``module`` by its global name, in model order."""
-    return {p.spec.name: p.spec for p in module.parameters()}  # type: ignore[attr-defined]
+    """The spec of every own parameter of ``module`` by its global name, in model order."""
+    return {p.spec.name: p.spec for p in own_parameters(module)}

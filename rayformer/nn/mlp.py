@@ -1,23 +1,44 @@
-"""The gated feed-forward block. Source: Shazeer, https://arxiv.org/abs/2002.05202"""
+"""The feed-forward block, gated or not."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from rayformer.config.model import Activation
 from rayformer.nn.context import Context
 from rayformer.nn.linear import ColumnParallelLinear, RowParallelLinear
+from rayformer.ops.activation import ACTIVATIONS, GATED
 
 
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``; gate and up are the two halves of one matrix."""
+class FeedForward(nn.Module):
+    """``down(activation(up(x)))``; of a gated one, the gate and the up part are the two halves of one matrix.
 
-    def __init__(self, hidden: int, ffn: int, *, name: str, ctx: Context, out_std: float) -> None:
+    Kinds for recomputation: ``mlp`` (all of it), ``act``.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        *,
+        activation: Activation,
+        name: str,
+        ctx: Context,
+        out_std: float,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up = ColumnParallelLinear(hidden, 2 * ffn, name=f"{name}.gate_up", ctx=ctx, parts=2)
-        self.down = RowParallelLinear(ffn, hidden, name=f"{name}.down", ctx=ctx, std=out_std)
+        if activation in GATED:
+            self.up = ColumnParallelLinear(hidden, 2 * ffn, name=f"{name}.gate_up", ctx=ctx, parts=2, bias=bias)
+        else:
+            self.up = ColumnParallelLinear(hidden, ffn, name=f"{name}.up", ctx=ctx, bias=bias)
+        self.down = RowParallelLinear(ffn, hidden, name=f"{name}.down", ctx=ctx, std=out_std, bias=bias)
+        self._activation = ctx.selective("act", ACTIVATIONS[activation])
+        self._whole = ctx.selective("mlp", self._compute)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return self._whole(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._activation(self.up(x)))

@@ -15,9 +15,10 @@ from rayformer.observe.jsonl import JsonlWriter, read_lines
 def metrics_line(report: StepReport, *, attempt: int, time: float) -> dict[str, Any]:
     """The line of one step; ``time`` is in Unix seconds.
 
-    ``eval_loss``, ``state_hash`` and ``flops_per_token`` are there where they are known. JSON has no NaN and no
-    infinity, so such a number becomes null; ``nonfinite``, there only where it has something to say, lists the keys
-    that this befell and then the parameters whose gradient was not finite: ``["grad_norm", "layers.0.norm.weight"]``.
+    ``eval_loss``, ``state_hash``, ``flops_per_token`` and ``phase_s`` are there where known. JSON has no NaN and
+    no infinity, so such a number becomes null; ``nonfinite``, there only where it has something to say, lists the keys
+    that this befell and then the cells and parameters whose gradient was not finite: ``["grad_norm", "pp0.dp1.cp0.tp0
+    output.norm.weight"]``.
     """
     line: dict[str, Any] = {
         "attempt": attempt,
@@ -34,7 +35,7 @@ def metrics_line(report: StepReport, *, attempt: int, time: float) -> dict[str, 
         "skipped": report.skipped,
         "time": time,
     }
-    for key in ("eval_loss", "state_hash", "flops_per_token"):
+    for key in ("eval_loss", "state_hash", "flops_per_token", "phase_s"):
         if getattr(report, key) is not None:
             line[key] = getattr(report, key)
     keys = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]

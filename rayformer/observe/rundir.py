@@ -34,6 +34,10 @@ class RunDir:
         return self.path / "journal.jsonl"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints go unless ``checkpoint.dir`` says otherwise."""
         return self.path / "checkpoints"

@@ -1,6 +1,6 @@
 """Token losses over a vocabulary that tp divides.
 
-Shapes: B batch, S sequence, V vocabulary, V/t the own part of it.
+Shapes: B batch, S sequence, V vocabulary, V/t the own part of it, t members.
 """
 
 from __future__ import annotations
@@ -15,32 +15,42 @@ from rayformer.groups import Group
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, start: int, tp: Group) -> torch.Tensor:
     """The loss of every token [B, S] in float32, from the own logits [B, S, V/t] of ids ``start`` and up.
 
-    loss = ln(sum exp(z - max)) - (z_label - max), with the maximum and both sums taken over the group. Labels below 0
-    have loss 0 and no gradient. Source: Megatron-LM, https://arxiv.org/abs/1909.08053
+    Each member normalises its own part of the vocabulary; one exchange of three numbers a token corrects that for the
+    whole. Labels below 0 have loss 0 and no gradient. Source: Megatron-LM, https://arxiv.org/abs/1909.08053
     """
-    return _CrossEntropy.apply(logits, labels, start, tp)
+    losses: torch.Tensor = _CrossEntropy.apply(logits, labels, start, tp)
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, tp: Group) -> torch.Tensor:
-        logits = logits.float()
-        largest = logits.max(dim=-1).values
-        tp.all_reduce(largest, "max").wait()
-        shifted = logits - largest.unsqueeze(-1)
+        own = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # over the own part
         local = labels - start
         owned = (local >= 0) & (local < logits.shape[-1])
         index = torch.where(owned, local, 0).unsqueeze(-1)
-        exp = shifted.exp()
-        sums = torch.stack([exp.sum(dim=-1), torch.where(owned, shifted.gather(-1, index).squeeze(-1), 0.0)])
-        tp.all_reduce(sums).wait()
-        total, predicted = sums
+        label = own.gather(-1, index).squeeze(-1)
+        # The loss is that of the whole less the part's normaliser, less the label's logarithm within its part.
+        excess = torch.zeros_like(label)
+        losses = -label
+        if tp.size > 1:
+            largest, place = own.max(dim=-1)
+            normaliser = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).float() - largest
+            everybody = label.new_empty(tp.size, 3, *label.shape)
+            tp.all_gather(everybody.view(-1), torch.stack([normaliser, label, owned.float()]).view(-1)).wait()
+            normalisers, label_parts, owners = everybody.unbind(1)
+            total = torch.logsumexp(normalisers, dim=0)
+            excess = total - normaliser
+            losses = (owners * (total - normalisers - label_parts)).sum(0)
         valid = labels >= 0
-        ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), index, owned, valid)
-        return torch.where(valid, total.log() - predicted, 0.0)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(own, excess, index, owned, valid)
+        return torch.where(valid, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities, index, owned, valid = ctx.saved_tensors
-        d_logits = probabilities.scatter_add(-1, index, -owned.unsqueeze(-1).to(probabilities.dtype))
-        return d_logits.mul_(torch.where(valid, grad, 0.0).unsqueeze(-1)), None, None, None
+        own, excess, index, owned, valid = ctx.saved_tensors
+        grad = torch.where(valid, grad, 0.0)
+        d_logits = own.exp().mul_((grad * (-excess).exp()).unsqueeze(-1))
+        d_logits.scatter_add_(-1, index, (-grad * owned).unsqueeze(-1))
+        return d_logits.to(ctx.dtype), None, None, None

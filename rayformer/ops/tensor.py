@@ -1,16 +1,19 @@
 """The conjugate pairs of tensor parallelism: what a layer does forward on one side, its gradient does on the other.
 
-    copy_to        forward: nothing         backward: all-reduce
-    reduce_from    forward: all-reduce      backward: nothing
-    gather_from    forward: join last dim   backward: keep the own part
-    scatter_to     forward: keep own part   backward: join last dim
+    copy_to           forward: nothing             backward: all-reduce
+    reduce_from       forward: all-reduce          backward: nothing
+    gather_from       forward: join last dim       backward: keep the own part
+    scatter_to        forward: keep own part       backward: join last dim
+    gather_sequence   forward: join sequence       backward: reduce-scatter along it
+    reduce_sequence   forward: reduce-scatter      backward: join sequence
 
-Source: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053
+Shapes: B batch, S sequence, t members. Sources: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, and for
+the sequence Korthikanti et al., https://arxiv.org/abs/2205.05198
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +27,9 @@ def copy_to(x: torch.Tensor, tp: Group) -> torch.Tensor:
 
 
 def reduce_from(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """The sum of every member's partial ``x``."""
+    """The sum of every member's partial ``x``; a single member's is ``x`` itself."""
+    if tp.size == 1:
+        return x
     return _ReduceFrom.apply(x, tp)
 
 
@@ -36,6 +41,49 @@ def gather_from(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tenso
 def scatter_to(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """The own part of ``x`` [..., sum(sizes)], which every member holds whole."""
     return _ScatterTo.apply(x, tp, tuple(sizes))
+
+
+def gather_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
+    """Every member's part [B, S/t, ...] of the sequence, joined to [B, S, ...]."""
+    if tp.size == 1:
+        return x
+    return _GatherSequence.apply(x, tp)
+
+
+def reduce_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
+    """The own part [B, S/t, ...] of the sum of every member's partial ``x`` [B, S, ...]."""
+    if tp.size == 1:
+        return x
+    return _ReduceSequence.apply(x, tp)
+
+
+def gather_rows(x: torch.Tensor, tp: Group) -> Callable[[], torch.Tensor]:
+    """Start joining the parts [B, S/t, ...] of the sequence; the call gives the whole."""
+    if tp.size == 1:
+        return lambda: x
+    parts = x.new_empty(tp.size, *x.shape)
+    ticket = tp.all_gather(parts.view(-1), x.contiguous().view(-1))
+
+    def whole() -> torch.Tensor:
+        ticket.wait()
+        return parts.transpose(0, 1).flatten(1, 2)  # B t S/t ... -> B S ...
+
+    return whole
+
+
+def scatter_rows(x: torch.Tensor, tp: Group) -> Callable[[], torch.Tensor]:
+    """Start summing ``x`` [B, S, ...] over the group; the call gives the own part [B, S/t, ...] of the sum."""
+    if tp.size == 1:
+        return lambda: x
+    pieces = x.unflatten(1, (tp.size, -1)).transpose(0, 1).contiguous()  # t B S/t ...
+    out = x.new_empty(pieces.shape[1:])
+    ticket = tp.reduce_scatter(out.view(-1), pieces.view(-1))
+
+    def own() -> torch.Tensor:
+        ticket.wait()
+        return out
+
+    return own
 
 
 class _CopyTo(torch.autograd.Function):
@@ -79,6 +127,28 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _joined(grad, ctx.tp, ctx.sizes), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return gather_rows(x, tp)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return scatter_rows(grad, ctx.tp)(), None
+
+
+class _ReduceSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
+        ctx.tp = tp
+        return scatter_rows(x, tp)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_rows(grad, ctx.tp)(), None
 
 
 def _summed(x: torch.Tensor, tp: Group) -> torch.Tensor:

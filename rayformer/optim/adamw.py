@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
-from rayformer.config.optim import OptimConfig
-from rayformer.groups import Group
+from rayformer.config.optim import OptimConfig, PrecisionConfig
+from rayformer.groups import Group, Ticket
 from rayformer.optim.buffers import FlatParameters
 from rayformer.optim.plan import ALIGNMENT, Bucket
+from rayformer.optim.scaler import LossScale
+from rayformer.optim.tied import TiedParameters
 from rayformer.shards import Box, ParamSpec, flat_pieces, tensor_name
 
 
@@ -31,8 +33,9 @@ class StateShard:
 class ShardedAdamW:
     """The optimizer of one cell.
 
-    With zero 1 it owns the dp rank's shard of every bucket, with zero 0 whole buckets. ``kinds`` of state are the
-    master weights and both moments, each one flat float32 tensor over the owned ranges.
+    With zero 1 it owns the dp rank's shard of every bucket, with zero 0 whole buckets. Kinds of state are the master
+    weights and both moments, each a flat float32 tensor per owned range; where parameters are float32 too, the masters
+    are the parameters themselves.
     """
 
     def __init__(
@@ -41,29 +44,33 @@ class ShardedAdamW:
         specs: Mapping[str, ParamSpec],
         section: OptimConfig,
         *,
+        precision: PrecisionConfig,
         tp: Group,
         dp: Group,
+        pp: Group,
     ) -> None:
         self._section, self._specs = section, specs
         self._tp, self._dp = tp, dp
         self._parameters = parameters
-        plan = parameters.plan
+        self._plan = plan = parameters.plan
+        self.tied = TiedParameters(plan, tied=[name for name, spec in specs.items() if spec.tied], pp=pp)
         self.owned = [
-            plan.shard(bucket, dp.rank) if section.zero == 1 else (bucket.start, bucket.stop) for bucket in plan.buckets
+            plan.shard(bucket, dp.rank) if section.zero == 1 else (bucket.start, bucket.stop) for bucket in plan.owned
         ]
-        # In float32 the master weights are the parameters themselves.
-        self._masters = [parameters.buffer[start:stop] for start, stop in self.owned]
+        self._masters = parameters.take_initial(self.owned)
+        self._gathers: dict[int, Ticket] = {}
         self._exp_avgs = self._zeros()
         self._exp_avg_sqs = self._zeros()
         self.num_updates = 0
+        self.loss_scale = LossScale.initial(precision)
 
-    def update(self, grads: Sequence[torch.Tensor], lr: float) -> None:
-        """One AdamW update with ``grads``, one per bucket over the owned range."""
+    def update(self, grads: Sequence[torch.Tensor], *, lr: float, weight_decay: float) -> None:
+        """One AdamW update with ``grads``, one per owned bucket over the owned range."""
         section = self._section
-        for weight_decay, decays in ((section.weight_decay, True), (0.0, False)):
+        for decay, decays in ((weight_decay, True), (0.0, False)):
             ranges = [
                 (i, lo, hi)
-                for i, bucket in enumerate(self._parameters.plan.buckets)
+                for i, bucket in enumerate(self._plan.owned)
                 for lo, hi in self._segments(bucket, self.owned[i], decays)
             ]
             if not ranges:
@@ -84,28 +91,43 @@ class ShardedAdamW:
                 beta1=section.betas[0],
                 beta2=section.betas[1],
                 lr=lr,
-                weight_decay=weight_decay,
+                weight_decay=decay,
                 eps=section.eps,
                 maximize=False,
             )
         self.num_updates += 1
 
-    def gather_parameters(self) -> None:
-        """Bring every bucket's updated shards into every replica's parameters; with zero 0 they are there already."""
+    def start_gather(self) -> None:
+        """Cast the masters into the parameters, and start to bring every bucket's shards into every replica's.
+
+        Buckets go in the order in which forward needs them; ``await_bucket`` waits for one. With zero 0 everything is
+        there already, but for borrowed parameters.
+        """
+        plan, buffer = self._plan, self._parameters.buffer
+        for (start, stop), master in zip(self.owned, self._masters):
+            if buffer.dtype != master.dtype:
+                buffer[start:stop].copy_(master)
+        self.tied.publish([buffer[slice(*self._range(bucket))] for bucket in plan.buckets])
         if self._section.zero == 0:
             return
-        plan, buffer = self._parameters.plan, self._parameters.buffer
-        tickets = []
-        for bucket in plan.buckets:
-            start, stop = plan.shard(bucket, self._dp.rank)
-            tickets.append(self._dp.all_gather(buffer[bucket.start : bucket.stop], buffer[start:stop]))
-        for ticket in tickets:
-            ticket.wait()
+        for i, bucket in reversed(list(enumerate(plan.buckets))):
+            if bucket.stop <= buffer.numel():  # a borrowed one may share its owner's memory
+                own = buffer[slice(*plan.shard(bucket, self._dp.rank))]
+                self._gathers[i] = self._dp.all_gather(buffer[bucket.start : bucket.stop], own)
+
+    def await_bucket(self, bucket: int) -> None:
+        """Return when the parameters of ``bucket`` are all here."""
+        if bucket in self._gathers:
+            self._gathers.pop(bucket).wait()
+
+    def await_parameters(self) -> None:
+        """Return when all parameters are here."""
+        for bucket in list(self._gathers):
+            self.await_bucket(bucket)
 
     def unique_state(self) -> Iterator[StateShard]:
         """The part of the state that this cell alone answers for: no replica's is given twice."""
-        plan = self._parameters.plan
-        ranges = [plan.shard(bucket, self._dp.rank) for bucket in plan.buckets]
+        ranges = [self._plan.shard(bucket, self._dp.rank) for bucket in self._plan.owned]
         for shard in self._state(ranges):
             name = shard.tensor.rpartition("@")[0]
             if self._specs[name].split is not None or self._tp.rank == 0:
@@ -118,11 +140,12 @@ class ShardedAdamW:
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state beyond the parameters themselves."""
-        return sum(t.numel() * t.element_size() for t in (*self._exp_avgs, *self._exp_avg_sqs))
+        masters = [] if self._parameters.buffer.dtype == torch.float32 else self._masters
+        return sum(t.numel() * t.element_size() for t in (*masters, *self._exp_avgs, *self._exp_avg_sqs))
 
     def _state(self, ranges: Sequence[tuple[int, int]]) -> Iterator[StateShard]:
         kinds = (("master", self._masters), ("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs))
-        for i, bucket in enumerate(self._parameters.plan.buckets):
+        for i, bucket in enumerate(self._plan.owned):
             lo, hi = ranges[i]
             base = self.owned[i][0]
             for slot in bucket.slots:
@@ -144,6 +167,9 @@ class ShardedAdamW:
                 stop = min(slot.start + -(-slot.numel // ALIGNMENT) * ALIGNMENT, owned[1])
                 if start < stop:
                     yield start - owned[0], stop - owned[0]
+
+    def _range(self, bucket: Bucket) -> tuple[int, int]:
+        return self._plan.shard(bucket, self._dp.rank) if self._section.zero == 1 else (bucket.start, bucket.stop)
 
     def _zeros(self) -> list[torch.Tensor]:
         device = self._parameters.buffer.device

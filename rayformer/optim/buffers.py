@@ -7,39 +7,76 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rayformer.optim.plan import BucketPlan
+from rayformer.optim.plan import Bucket, BucketPlan
 from rayformer.optim.tree import Fold, Node
 
 
 class FlatParameters:
-    """Moves the parameters into one contiguous buffer; each becomes a view of its slot."""
+    """Moves the parameters, made in float32, into one contiguous buffer of ``dtype``; each becomes a view of its slot.
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], plan: BucketPlan) -> None:
-        first = parameters[0][1]
+    A borrowed parameter becomes a view of its owner's slot where the stage holds both. ``take_initial`` gives the
+    float32 values once; after that they are gone.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: BucketPlan,
+        *,
+        borrowed: Sequence[tuple[str, nn.Parameter]] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.plan = plan
-        self.buffer = torch.zeros(plan.numel, dtype=first.dtype, device=first.device)
-        by_name = dict(parameters)
-        for slot in plan.slots:
-            parameter = by_name[slot.name]
-            view = self.buffer[slot.start : slot.stop].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+        places = {slot.name: slot for slot in plan.slots}
+        numel = plan.owned[-1].stop if plan.owned else 0
+        for bucket, (name, _) in zip(plan.borrowed, borrowed):
+            if name not in places:
+                places[name] = bucket.slots[0]
+                numel = bucket.stop
+        device = next((p.device for _, p in (*parameters, *borrowed)), torch.device("cpu"))
+        full = torch.zeros(numel, dtype=torch.float32, device=device)
+        for name, parameter in (*parameters, *borrowed):
+            slot = places[name]
+            full[slot.start : slot.stop].view(parameter.shape).copy_(parameter.detach())
+        self.buffer = full.to(dtype)  # the same memory in float32
+        for name, parameter in (*parameters, *borrowed):
+            slot = places[name]
+            parameter.data = self.buffer[slot.start : slot.stop].view(parameter.shape)
+            parameter.grad_dtype = torch.float32
+        self._initial: torch.Tensor | None = full
+
+    def take_initial(self, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """The float32 values of ``ranges``: in float32 views of the parameters, else copies."""
+        assert self._initial is not None, "the initial values are gone"
+        full, self._initial = self._initial, None
+        if full is self.buffer:
+            return [full[start:stop] for start, stop in ranges]
+        return [full[start:stop].clone() for start, stop in ranges]
 
 
 class GradBuffers:
     """Accumulates the gradients of one step, one virtual rank after the other, and folds them along the fixed tree.
 
     ``leaves`` are the virtual ranks that this cell runs, of ``num_leaves``. Autograd adds straight into the open
-    buffer, of which every parameter's ``.grad`` is a view; ``close_leaf`` ends a virtual rank. n virtual ranks that
-    make one subtree need at most floor(log2 n) + 1 buffers at a time, and every further subtree one more.
+    buffer, in float32, of which every parameter's ``.grad`` is a view; ``close_leaf`` ends a virtual rank, and
+    ``close_bucket`` the last one, bucket by bucket. n virtual ranks that make one subtree need at most floor(log2 n) +
+    1 buffers at a time, and every further subtree one more.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], plan: BucketPlan, *, leaves: range, num_leaves: int
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        plan: BucketPlan,
+        *,
+        leaves: range,
+        num_leaves: int,
+        borrowed: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
-        self._by_name = dict(parameters)
+        by_name = dict(parameters)
+        self._views = [(slot, by_name[slot.name]) for slot in plan.slots]
+        self._views += [(bucket.slots[0], parameter) for bucket, (_, parameter) in zip(plan.borrowed, borrowed)]
         self._plan, self._leaves, self._num_leaves = plan, leaves, num_leaves
-        self._device = parameters[0][1].device
+        self._device = next((p.device for _, p in self._views), torch.device("cpu"))
         self._free: list[torch.Tensor] = []
         self._open: torch.Tensor | None = None
         self._fold: Fold[torch.Tensor] = Fold(num_leaves, self._add)
@@ -54,17 +91,20 @@ class GradBuffers:
         self._open_leaf()
 
     def close_leaf(self, leaf: int) -> None:
-        """The microbatches of virtual rank ``leaf`` are all accumulated: fold it, and open a buffer for the next."""
+        """The microbatches of virtual rank ``leaf``, not the last, are all accumulated: fold it and open the next."""
         assert self._open is not None, "no virtual rank is open"
         closed, self._open = self._open, None
         self._fold.push(Node(leaf, leaf + 1), closed)
-        if leaf + 1 < self._leaves.stop:
-            self._open_leaf()
+        self._open_leaf()
 
-    @property
-    def parts(self) -> list[tuple[Node, torch.Tensor]]:
-        """The folded subtrees, in ascending order, each a whole flat buffer."""
-        return self._fold.parts
+    def close_bucket(self, bucket: Bucket) -> list[tuple[Node, torch.Tensor]]:
+        """The last virtual rank is complete in ``bucket``: the folded subtrees, ascending, each [bucket]."""
+        assert self._open is not None, "no virtual rank is open"
+        fold: Fold[torch.Tensor] = Fold(self._num_leaves, lambda left, right: left.add_(right))
+        last = self._leaves.stop - 1
+        for node, buffer in (*self._fold.parts, (Node(last, last + 1), self._open)):
+            fold.push(node, buffer[bucket.start : bucket.stop])
+        return fold.parts
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         self._free.append(right)
@@ -76,6 +116,5 @@ class GradBuffers:
         else:
             self.num_buffers += 1
             self._open = torch.zeros(self._plan.numel, dtype=torch.float32, device=self._device)
-        for slot in self._plan.slots:
-            parameter = self._by_name[slot.name]
+        for slot, parameter in self._views:
             parameter.grad = self._open[slot.start : slot.stop].view(parameter.shape)

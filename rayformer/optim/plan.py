@@ -7,12 +7,15 @@ differently, so other cuts would change bits.
     |<------------- bucket 0 ------------->|<------------- bucket 1 ------------->|
     | p3 ... pad | p2 ..... pad |    pad   | p1 ...... pad | p0 ... pad |   pad   |
     | dp0          | dp1                   | dp0               | dp1              |      shards
+
+A parameter that is used at both ends of the model (tied embeddings) has a bucket of its own, and so has each borrowed
+use of it, after all owned ones: the two are cut alike, and their gradients are added shard by shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 ALIGNMENT = 1024
 BUCKET_ELEMENTS = 4 * 2**20
@@ -33,11 +36,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The elements [start, stop) of the flat buffer, reduced together; ``slots`` lie in it."""
+    """The elements [start, stop) of the flat buffer, reduced together; ``slots`` lie in it.
+
+    ``borrowed`` says that its one slot is another block's parameter, whose gradient here is a part of that one's.
+    """
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
+    borrowed: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +60,22 @@ class BucketPlan:
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
+    def owned(self) -> tuple[Bucket, ...]:
+        """The buckets of parameters that the stage owns; they come first."""
+        return tuple(bucket for bucket in self.buckets if not bucket.borrowed)
+
+    @property
+    def borrowed(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.borrowed)
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
-        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+        """The slots of the parameters that the stage owns."""
+        return tuple(slot for bucket in self.owned for slot in bucket.slots)
+
+    def bucket_of(self, name: str) -> Bucket | None:
+        """The bucket of the owned parameter ``name``, if the stage owns it."""
+        return next((bucket for bucket in self.owned for slot in bucket.slots if slot.name == name), None)
 
     def shard(self, bucket: Bucket, rank: int) -> tuple[int, int]:
         """The range of the flat buffer that dp rank ``rank`` owns of ``bucket``."""
@@ -63,26 +84,47 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Sequence[tuple[str, int]], *, dp: int, bucket_elements: int = BUCKET_ELEMENTS
+    parameters: Sequence[tuple[str, int]],
+    *,
+    dp: int,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    rooms: Mapping[str, int] | None = None,
+    alone: Collection[str] = (),
+    borrowed: Sequence[tuple[str, int]] = (),
 ) -> BucketPlan:
     """Place ``parameters`` (name and number of elements, in model order) in buckets of at least ``bucket_elements``.
 
-    The last bucket may be smaller.
+    The last bucket may be smaller. ``rooms`` are the elements to reserve for those parameters that need more than they
+    have, since other tp ranks have more and all plans must be alike. Parameters in ``alone`` get buckets of their own;
+    ``borrowed`` ones follow after all others.
 
     >>> plan = plan_buckets([("a", 10), ("b", 3000)], dp=2)
     >>> [(slot.name, slot.start) for slot in plan.slots], plan.numel
     ([('b', 0), ('a', 3072)], 4096)
     """
+    rooms = rooms or {}
     buckets: list[Bucket] = []
     slots: list[Slot] = []
     start = at = 0
-    for i, (name, numel) in enumerate(reversed(parameters)):
-        slots.append(Slot(name=name, start=at, numel=numel))
-        at = _up(at + numel, ALIGNMENT)
-        if at - start >= bucket_elements or i == len(parameters) - 1:
+
+    def close(*, is_borrowed: bool) -> None:
+        nonlocal start, at
+        if slots:
             at = start + _up(at - start, ALIGNMENT * dp)
-            buckets.append(Bucket(start=start, stop=at, slots=tuple(slots)))
-            start, slots = at, []
+            buckets.append(Bucket(start=start, stop=at, slots=tuple(slots), borrowed=is_borrowed))
+            start = at
+            slots.clear()
+
+    for is_borrowed, members in ((False, reversed(parameters)), (True, borrowed)):
+        for name, numel in members:
+            by_itself = is_borrowed or name in alone
+            if by_itself:
+                close(is_borrowed=False)
+            slots.append(Slot(name=name, start=at, numel=numel))
+            at = _up(at + max(numel, rooms.get(name, 0)), ALIGNMENT)
+            if by_itself or at - start >= bucket_elements:
+                close(is_borrowed=is_borrowed)
+        close(is_borrowed=False)
     return BucketPlan(buckets=tuple(buckets), dp=dp)
 
 

@@ -19,19 +19,26 @@ class _OfMicrobatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(_OfMicrobatch):
-    """Run a chunk forward: `F3`, and `F3c1` on chunk 1."""
+class _Compute(_OfMicrobatch):
+    part: tuple[int, int] | None = None
+    letter: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"F{self._suffix()}"
+        return f"{self.letter}{self._suffix()}{'' if self.part is None else '[{}:{}]'.format(*self.part)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward(_OfMicrobatch):
-    """Run a chunk backward and accumulate its weight gradients: `B3`."""
+class Forward(_Compute):
+    """Run a chunk forward: `F3`, and `F3c1` on chunk 1; with a part only these of its segments, `F3[0:2]`."""
 
-    def __str__(self) -> str:
-        return f"B{self._suffix()}"
+    letter: ClassVar[str] = "F"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(_Compute):
+    """Run a chunk backward and accumulate its weight gradients: `B3`; a part is run from its end to its start."""
+
+    letter: ClassVar[str] = "B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,7 @@ class RecvGrad(_Transfer):
 
 @dataclass(frozen=True, slots=True)
 class FoldGrads:
-    """Virtual rank `leaf` has accumulated all its microbatches: close it and fold the subtrees now complete."""
+    """Virtual rank `leaf`, not the last of this rank, has accumulated all its microbatches: fold what is complete."""
 
     leaf: int
 
@@ -88,7 +95,7 @@ class FoldGrads:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """Reduce-scatter one bucket of gradients over the data-parallel group."""
+    """One bucket's gradients are complete: fold the last virtual rank's, and start to reduce-scatter over dp."""
 
     bucket: int
 
@@ -96,10 +103,20 @@ class ReduceGrads:
         return f"Reduce{self.bucket}"
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitParams:
+    """Wait until one bucket's parameters, updated by their owners in the last step, are all here."""
+
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"Await{self.bucket}"
+
+
 Compute: TypeAlias = Forward | Backward
 Send: TypeAlias = SendAct | SendGrad
 Recv: TypeAlias = RecvAct | RecvGrad
-Instruction: TypeAlias = Compute | Send | Recv | FoldGrads | ReduceGrads
+Instruction: TypeAlias = Compute | Send | Recv | FoldGrads | ReduceGrads | AwaitParams
 Program: TypeAlias = tuple[Instruction, ...]
 
 

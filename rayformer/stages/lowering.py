@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rayformer.stages.check import ScheduleError
 from rayformer.stages.instructions import (
+    AwaitParams,
     Backward,
     Compute,
     FoldGrads,
@@ -72,18 +74,71 @@ def lower(compute: Sequence[Sequence[Compute]], *, chunks: int = 1) -> tuple[Pro
     return tuple(map(tuple, programs))
 
 
-def with_reductions(program: Program, *, leaf_of_microbatch: Sequence[int], num_buckets: int) -> Program:
-    """Fold each virtual rank after its last Backward of all chunks, and reduce every bucket at the end."""
+def with_reductions(
+    program: Program,
+    *,
+    leaf_of_microbatch: Sequence[int],
+    lowest_segment: Sequence[int],
+    num_segments: int,
+    overlap: bool,
+) -> Program:
+    """Fold each virtual rank but the last after its last Backward; of the last, reduce each bucket once it is complete.
+
+    ``lowest_segment`` says for every bucket which of the stage's segments is the last that backward runs of those with
+    a parameter in it. With ``overlap`` the last Backward is cut there, so that a bucket travels while the rest of
+    backward runs; without it all reductions follow the last Backward.
+
+    >>> program = with_reductions(
+    ...     (Forward(0), Backward(0)), leaf_of_microbatch=[0], lowest_segment=[2, 0], num_segments=3, overlap=True
+    ... )
+    >>> " ".join(map(str, program))
+    'F0 B0[2:3] Reduce0 B0[0:2] Reduce1'
+    """
     remaining = Counter(leaf_of_microbatch[op.microbatch] for op in program if isinstance(op, Backward))
     complete: list[Instruction] = []
     for op in program:
-        complete.append(op)
-        if isinstance(op, Backward):
-            leaf = leaf_of_microbatch[op.microbatch]
-            remaining[leaf] -= 1
+        if not isinstance(op, Backward):
+            complete.append(op)
+            continue
+        leaf = leaf_of_microbatch[op.microbatch]
+        remaining[leaf] -= 1
+        if +remaining:
+            complete.append(op)
             if not remaining[leaf]:
                 complete.append(FoldGrads(leaf))
-    return (*complete, *map(ReduceGrads, range(num_buckets)))
+            continue
+        buckets = sorted(range(len(lowest_segment)), key=lambda b: -lowest_segment[b])
+        if not overlap:
+            complete += [op, *map(ReduceGrads, buckets)]
+            continue
+        end = num_segments
+        for segment in sorted(set(lowest_segment), reverse=True):
+            complete.append(Backward(op.microbatch, op.chunk, (segment, end)))
+            complete += [ReduceGrads(bucket) for bucket in buckets if lowest_segment[bucket] == segment]
+            end = segment
+        if end:
+            complete.append(Backward(op.microbatch, op.chunk, (0, end)))
+    return tuple(complete)
+
+
+def with_awaited_params(program: Program, *, first_segment: Sequence[int], num_segments: int) -> Program:
+    """Cut the first Forward so that each part waits only for the buckets whose parameters it needs.
+
+    ``first_segment`` says for every bucket which of the stage's segments is the first with a parameter in it.
+
+    >>> program = with_awaited_params((Forward(0), Forward(1)), first_segment=[1, 0], num_segments=3)
+    >>> " ".join(map(str, program))
+    'Await1 F0[0:1] Await0 F0[1:3] F1'
+    """
+    at = next(i for i, op in enumerate(program) if isinstance(op, Forward))
+    first = program[at]
+    assert isinstance(first, Forward)
+    starts = sorted({0, *first_segment})
+    parts: list[Instruction] = []
+    for start, end in pairwise([*starts, num_segments]):
+        parts += [AwaitParams(bucket) for bucket, segment in enumerate(first_segment) if segment == start]
+        parts.append(Forward(first.microbatch, first.chunk, (start, end)))
+    return (*program[:at], *parts, *program[at + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

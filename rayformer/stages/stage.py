@@ -10,29 +10,48 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rayformer.groups import Group
-from rayformer.models.block import Block, TokenLoss
+from rayformer.config.recompute import RecomputeConfig
+from rayformer.models.block import Block, TokenLoss, build_block
 from rayformer.nn.context import Context
-from rayformer.stages.split import stage_blocks
+from rayformer.stages.segments import plan_segments
 
 
 class Stage(nn.Module):
-    """The blocks of pipeline rank ``rank`` of ``pp``, built here and nowhere else."""
+    """The blocks ``numbers`` of a model, built here and nowhere else, in segments between which a pass can stop."""
 
-    def __init__(self, blocks: Sequence[Block], loss: TokenLoss, *, pp: int, rank: int, ctx: Context) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], loss: TokenLoss, *, numbers: range, ctx: Context, recompute: RecomputeConfig
+    ) -> None:
         super().__init__()
-        num_layers = sum(block.kind == "layer" for block in blocks)
-        self.is_first, self.is_last = rank == 0, rank == pp - 1
-        self.blocks = nn.ModuleList(blocks[i].build(ctx) for i in stage_blocks(num_layers, pp, rank))
-        self._loss = loss
-        self._tp: Group = ctx.tp
+        self.is_first, self.is_last = numbers.start == 0, numbers.stop == len(blocks)
+        self.blocks = nn.ModuleList(build_block(blocks[i], ctx) for i in numbers)
+        self.segments = plan_segments([blocks[i].kind for i in numbers], recompute)
+        self.moment = ctx.moment
+        self._loss, self._tp = loss, ctx.tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, S] on the first stage, else activations [B, S, H], to activations or logits."""
+        """Token ids [B, S] on the first stage, else activations [B, S, H], to activations or logits; drops nothing."""
+        self.moment.step = None
         for block in self.blocks:
+            x = block(x)
+        return x
+
+    def run(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """The same for one segment, as part of whatever ``moment`` says."""
+        segment = self.segments[number]
+        for block in self.blocks[segment.start : segment.stop]:
             x = block(x)
         return x
 
     def token_losses(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss of every token [B, S], on the last stage."""
         return self._loss(output, labels, self._tp)
+
+    def segments_of_parameters(self) -> dict[nn.Parameter, int]:
+        """The segment in which each parameter of the stage is used."""
+        return {
+            parameter: number
+            for number, segment in enumerate(self.segments)
+            for block in self.blocks[segment.start : segment.stop]
+            for parameter in block.parameters()
+        }

@@ -38,7 +38,7 @@ def test_four_actors_four_processes_and_one_process_agree_to_the_bit(
 def the_run_folder_holds_what_is_promised(job):
     folder = folder_of(job)
     assert {path.name for path in folder.iterdir()} == {
-        ".lock", "job.yaml", "metrics.jsonl", "journal.jsonl", "checkpoints", "logs"
+        ".lock", "job.yaml", "metrics.jsonl", "journal.jsonl", "report.html", "checkpoints", "logs"
     }  # fmt: skip
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"worker-{i:04d}.log" for i in range(4)]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000008"]
@@ -62,6 +62,7 @@ def the_console_has_every_step_once(output):
     assert re.findall(r"^step +(\d+)/8 ", output, re.MULTILINE) == [str(step) for step in range(1, 9)]
     assert all(output.count(f"{cell} is worker-{i:04d}, pid ") == 1 for i, cell in enumerate(CELLS))
     assert "finished: 8 of 8 steps" in output
+    assert re.search(r"\n  report      \S+/report\.html\n$", output)
 
 
 @pytest.mark.timeout(240)

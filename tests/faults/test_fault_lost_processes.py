@@ -46,6 +46,7 @@ def test_a_lost_worker_or_controller_ends_the_run_by_name_and_the_next_submissio
         f"  then cell {THIRD}: it did not answer within 5 s of being freed, and was killed",
         f"  cells that only lost their connection to it: {FIRST}",
         f"  logs: {folder_of(job)}/logs",
+        f"  report: {folder_of(job)}/report.html",
     ]
     assert "Traceback" not in driver.output
     until(lambda: not alive(dict.fromkeys(pids.values(), "")), "the processes of the cells to end")

@@ -24,7 +24,7 @@ def test_a_bad_token_is_told_once_with_the_cells_that_read_it_before_those_that_
     other = 1 - int(replica)
     lost = rest[1].removeprefix("  cells that only lost their connection to it: ").split(", ")
     assert sorted(lost) == [f"pp0.dp{other}.cp0.tp0", f"pp1.dp{other}.cp0.tp0"]
-    assert rest[2:] == [f"  logs: {folder_of(job)}/logs"]
+    assert rest[2:] == [f"  logs: {folder_of(job)}/logs", f"  report: {folder_of(job)}/report.html"]
     text = (folder_of(job) / "logs" / f"{worker}.log").read_text()
     assert f"{worker} ERROR failed" in text and "Traceback" in text and "DataError" in text
     until(lambda: not standing.live("token/"), "actors and placement groups to go")

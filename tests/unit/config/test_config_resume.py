@@ -22,8 +22,8 @@ RECORDED = resolve(
     recorded={},
 ).dump()
 
-MAY_CHANGE = {"optim.zero", "batch.micro", "run.stop_at", "run.name", "run.dir"}
-SECTIONS_THAT_MAY_CHANGE = {"layout", "schedule", "recovery", "checkpoint", "observe", "cluster", "faults"}
+MAY_CHANGE = {"optim.zero", "optim.overlap", "batch.micro", "run.stop_at", "run.name", "run.dir"}
+SECTIONS_THAT_MAY_CHANGE = {"layout", "schedule", "recovery", "checkpoint", "observe", "cluster", "faults", "recompute"}
 ALL_KEYS = [
     f"{section}.{key}" for section, field in Job.model_fields.items() for key in keys_of(section_of(field) or Job)
 ]

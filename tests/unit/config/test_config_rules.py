@@ -60,7 +60,12 @@ BATCH = "global must be a multiple of micro x virtual ranks"
             "layout.tp=4, model.vocab=3: every tp rank needs at least one token id; use tp of at most 3",
         ]),
         ({"layout__pp": 5}, [
-            "layout.pp=5, model.layers=4: every pipeline stage needs at least one layer; use pp of at most 4",
+            "layout.pp=5, model.layers=4: every pipeline stage needs at least one layer; use pp of at most 4,"
+            " or draw layout.stages",
+        ]),
+        ({"layout__pp": 2, "layout__virtual_stages": 3}, [
+            "layout.pp=2, layout.virtual_stages=3, model.layers=4: every pipeline stage needs at least one layer;"
+            " use pp x virtual_stages of at most 4, or draw layout.stages",
         ]),
         ({"model__heads": 3}, [
             "model.hidden=64, model.heads=3: heads must divide hidden; use 1, 2, 4, 8, 16 or 32 heads",
@@ -79,10 +84,62 @@ BATCH = "global must be a multiple of micro x virtual ranks"
         ({"layout__cp": 2}, ["layout.cp=2: only 1 is possible so far; leave it out"]),
         ({"layout__ep": 2}, ["layout.ep=2: only 1 is possible so far; leave it out"]),
         ({"layout__etp": 2}, ["layout.etp=2: only 1 is possible so far; leave it out"]),
-        ({"layout__sequence_parallel": True}, [
-            "layout.sequence_parallel=true: only false is possible so far; leave it out",
+        ({"layout__sequence_parallel": True, "layout__tp": 2, "batch__seq": 33}, [
+            "layout.sequence_parallel=true, layout.tp=2, batch.seq=33: tp must divide the sequence;"
+            " use batch.seq=32 or 34, or no sequence_parallel",
         ]),
-        ({"model__dropout": 0.1}, ["model.dropout=0.1: only 0.0 is possible so far; leave it out"]),
+        ({"model__position": "learned"}, [
+            "model.position=learned, model.max_positions=null: learned positions need a number of them;"
+            " use model.max_positions=32 or more",
+        ]),
+        ({"model__max_positions": 64}, [
+            "model.max_positions=64, model.position=rope: max_positions has a meaning for learned positions only;"
+            " leave it out, or use model.position=learned",
+        ]),
+        ({"model__max_positions": 16, "model__position": "learned"}, [
+            "model.max_positions=16, batch.seq=32: a sample is longer than there are positions;"
+            " use model.max_positions=32 or more, or a shorter batch.seq",
+        ]),
+        ({"model__rope_scaling": {"kind": "linear", "factor": 2.0}, "model__position": "none"}, [
+            "model.rope_scaling=linear, model.position=none: rope_scaling has a meaning for rotary positions only;"
+            " leave it out, or use model.position=rope",
+        ]),
+        ({"model__rope_scaling": {"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0}}, [
+            "model.rope_scaling.low_freq_factor=4.0, model.rope_scaling.high_freq_factor=4.0:"
+            " low_freq_factor must be below high_freq_factor; use 1.0 and 4.0",
+        ]),
+        ({"model__head_dim": 7}, [
+            "model.head_dim=7, model.position=rope: rotary positions need an even head width;"
+            " use 8, or another position",
+        ]),
+        ({"model__attention_dropout": 0.1, "model__attention_impl": "sdpa"}, [
+            "model.attention_dropout=0.1, model.attention_impl=sdpa: fused kernels draw numbers of their own, so that"
+            " what is dropped would depend on the layout; use attention_impl explicit or auto, or no attention_dropout",
+        ]),
+        ({"model__attention_impl": "flash", "cluster__device": "cpu"}, [
+            "model.attention_impl=flash, cluster.device=cpu: this kernel runs on NVIDIA GPUs only;"
+            " use attention_impl sdpa or auto",
+        ]),
+        ({"precision__loss_scale": 8.0}, [
+            "precision.loss_scale=8.0, precision.params=fp32: only fp16 gradients are so small that the loss is scaled;"
+            " leave loss_scale out, or use precision.params=fp16",
+        ]),
+        ({"recompute__modules": ["mlp"]}, [
+            "recompute.modules=['mlp'], recompute.mode=none: modules has a meaning for selective recomputation only;"
+            " leave it out, or use recompute.mode=selective",
+        ]),
+        ({"recompute__layers": 2, "recompute__mode": "selective"}, [
+            "recompute.layers=2, recompute.mode=selective: layers has a meaning for full recomputation only;"
+            " leave it out, or use recompute.mode=full",
+        ]),
+        ({"batch__rampup": {"start": 4, "increment": 5, "samples": 100}}, [
+            "batch.rampup.start=4, batch.rampup.increment=5, batch.global=16: the batch must grow from start to global"
+            " in whole increments; use a start below global, and an increment that divides the difference",
+        ]),
+        ({"batch__rampup": {"start": 4, "increment": 4, "samples": 100}, "batch__micro": 8}, [
+            "batch.rampup.start=4, batch.rampup.increment=4, batch.global=16: every size must be a multiple of micro x"
+            " virtual ranks = 8; use multiples of 8",
+        ]),
         ({"batch__global": 6, "batch__micro": 4}, [
             f"batch.global=6, batch.micro=4, layout.dp=1, batch.virtual_ranks=auto: {BATCH} = 4 x 1 = 4;"
             " the nearest valid batch.global is 4 or 8",
@@ -124,6 +181,43 @@ BATCH = "global must be a multiple of micro x virtual ranks"
             "optim.warmup_steps=15, optim.decay_steps=10: the warm-up must end before the decay does;"
             " use warmup_steps of at most 10, or a larger optim.decay_steps",
         ]),
+        ({"optim__warmup_steps": 21, "optim__decay": "wsd", "optim__wsd_steps": 1}, [
+            "optim.warmup_steps=21, run.steps=20: the warm-up must end before the decay does;"
+            " use warmup_steps of at most 20, or a larger run.steps",
+        ]),
+        ({"optim__init_lr": 0.01, "optim__warmup_steps": 3}, [
+            "optim.init_lr=0.01, optim.lr=0.001: init_lr must not be above lr; use an init_lr of at most 0.001",
+        ]),
+        ({"optim__init_lr": 1e-4}, [
+            "optim.init_lr=0.0001, optim.warmup_steps=0: init_lr is where the warm-up starts, and there is none;"
+            " give warmup_steps, or leave init_lr out",
+        ]),
+        ({"optim__decay": "wsd"}, [
+            "optim.decay=wsd, optim.wsd_steps=null: wsd must know how long its final decay is;"
+            " give wsd_steps, such as a tenth of the run",
+        ]),
+        ({"optim__decay": "wsd", "optim__warmup_steps": 5, "optim__wsd_steps": 16}, [
+            "optim.warmup_steps=5, optim.wsd_steps=16, run.steps=20: the warm-up must end before the final decay"
+            " starts; use wsd_steps of at most 15, or a larger run.steps",
+        ]),
+        ({"optim__decay": "wsd", "optim__warmup_steps": 9, "optim__wsd_steps": 1, "optim__decay_steps": 9}, [
+            "optim.warmup_steps=9, optim.wsd_steps=1, optim.decay_steps=9: the warm-up must end before the final decay"
+            " starts; use a larger optim.decay_steps",
+        ]),
+        ({"optim__wsd_steps": 5, "optim__wsd_decay": "linear"}, [
+            "optim.wsd_steps=5, optim.decay=cosine: wsd_steps has a meaning for wsd only;"
+            " leave wsd_steps out, or use optim.decay=wsd",
+            "optim.wsd_decay=linear, optim.decay=cosine: wsd_decay has a meaning for wsd only;"
+            " leave wsd_decay out, or use optim.decay=wsd",
+        ]),
+        ({"optim__weight_decay_end": 0.2}, [
+            "optim.weight_decay_end=0.2, optim.weight_decay_style=constant: a constant weight decay has no other end;"
+            " use weight_decay_style linear or cosine, or leave weight_decay_end out",
+        ]),
+        ({"optim__weight_decay_style": "linear"}, [
+            "optim.weight_decay_style=linear, optim.weight_decay_end=null: a weight decay that changes needs an end;"
+            " give weight_decay_end, or leave weight_decay_style out",
+        ]),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_told_with_its_values_and_what_would_do(changes, expected):
@@ -135,13 +229,20 @@ def test_a_broken_rule_is_told_with_its_values_and_what_would_do(changes, expect
     [
         {"layout__tp": 4, "model__heads": 8, "model__kv_heads": 4},
         {"layout__pp": 4},
+        {"layout__pp": 6, "layout__stages": "E|t|t|t|t|L"},
         {"layout__tp": 2, "model__vocab": 257},  # an odd vocabulary is dealt unevenly
         {"batch__global": 12, "layout__dp": 3, "batch__virtual_ranks": 4},  # uneven: 3 actors, 4 virtual ranks
         {"batch__global": 12, "layout__dp": "auto"},
+        {"batch__rampup": {"start": 4, "increment": 4, "samples": 100}, "batch__micro": 2, "layout__dp": 2},
+        {"model__heads": 3, "model__head_dim": 24},
+        {"model__hidden": 60, "model__heads": 4, "model__position": "learned", "model__max_positions": 32},
         {"run__stop_at": 0},
         {"run__stop_at": 20},
         {"optim__warmup_steps": 21, "optim__decay": "constant"},
         {"optim__min_lr": 1e-3},
+        {"optim__init_lr": 1e-3, "optim__warmup_steps": 1},
+        {"optim__decay": "wsd", "optim__warmup_steps": 5, "optim__wsd_steps": 15, "optim__wsd_decay": "cosine"},
+        {"optim__weight_decay_style": "cosine", "optim__weight_decay_end": 0.0},
     ],
 )
 def test_what_keeps_the_rules_is_not_refused(changes):

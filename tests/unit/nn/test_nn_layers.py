@@ -17,13 +17,14 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from rayformer.config.model import RopeScaling
 from rayformer.nn.attention import Attention
 from rayformer.nn.context import Context, parameter_specs
 from rayformer.nn.embedding import VocabParallelEmbedding
 from rayformer.nn.linear import ColumnParallelLinear, RowParallelLinear
-from rayformer.nn.mlp import SwiGLU
+from rayformer.nn.mlp import FeedForward
 from rayformer.nn.norm import RMSNorm
-from rayformer.ops.rotary import rotary_table, rotate
+from rayformer.ops.rotary import Rotary
 
 
 def random(*shape, seed=0):
@@ -43,6 +44,20 @@ def config(hidden=48, heads=6, kv_heads=2, theta=523.0, ffn=80):
     )
 
 
+def attention(kv_heads, **options):
+    return Attention(
+        48,
+        heads=6,
+        kv_heads=kv_heads,
+        head_dim=8,
+        rotary=Rotary(8, theta=523.0),
+        name="a",
+        ctx=Context(),
+        out_std=0.02,
+        **options,
+    )
+
+
 def near(found, expected, tolerance=1e-5):
     found, expected = found.detach().numpy(), expected.detach().numpy()
     assert found.shape == expected.shape
@@ -57,14 +72,16 @@ from rayformer.nn.attention import Attention
 from rayformer.nn.context import Context
 from rayformer.nn.embedding import VocabParallelEmbedding
 from rayformer.nn.linear import ColumnParallelLinear, RowParallelLinear
-from rayformer.nn.mlp import SwiGLU
+from rayformer.nn.mlp import FeedForward
 from rayformer.nn.norm import RMSNorm
 from rayformer.ops.cross_entropy import vocab_parallel_cross_entropy
 x = VocabParallelEmbedding(257, 16, name="table")(torch.tensor([[1, 256]]))
 layers = [
     RMSNorm(16, name="norm", eps=1e-5),
-    Attention(16, heads=4, kv_heads=2, rope_theta=1e4, name="attention", ctx=Context(), out_std=0.02),
-    SwiGLU(16, 24, name="mlp", ctx=Context(), out_std=0.02),
+    Attention(
+        16, heads=4, kv_heads=2, head_dim=4, rotary=None, name="attention", ctx=Context(), out_std=0.02
+    ),
+    FeedForward(16, 24, activation="swiglu", name="mlp", ctx=Context(), out_std=0.02),
     ColumnParallelLinear(16, 8, name="up", gather_output=True),
     RowParallelLinear(8, 16, name="down", input_is_parallel=False),
 ]
@@ -83,31 +100,58 @@ def test_layers_work_without_ray():
 @pytest.mark.parametrize(("head_dim", "theta"), [(8, 10000.0), (16, 523.0), (128, 500000.0)])
 def test_rotary_is_that_of_transformers(head_dim, theta):
     q, k = random(2, 4, 33, head_dim), random(2, 2, 33, head_dim, seed=1)
-    rotary = LlamaRotaryEmbedding(config(hidden=4 * head_dim, heads=4, theta=theta))
-    cos, sin = rotary_table(torch.arange(33), head_dim, theta)
-    expected_cos, expected_sin = rotary(q, torch.arange(33)[None])
-    torch.testing.assert_close(cos, expected_cos[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(sin, expected_sin[0], rtol=0, atol=1e-6)
-    for found, expected in zip(
-        (rotate(q, cos, sin), rotate(k, cos, sin)), apply_rotary_pos_emb(q, k, expected_cos, expected_sin)
-    ):
-        near(found, expected, 1e-6)
+    theirs = LlamaRotaryEmbedding(config(hidden=4 * head_dim, heads=4, theta=theta))
+    expected = apply_rotary_pos_emb(q, k, *theirs(q, torch.arange(33)[None]))
+    ours = Rotary(head_dim, theta=theta)
+    for x, turned in zip((q, k), expected):
+        near(ours.turn(x.transpose(1, 2)).transpose(1, 2), turned, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters"),
+    [
+        (RopeScaling(kind="linear", factor=3.0), {"rope_type": "linear", "factor": 3.0}),
+        (
+            RopeScaling(kind="llama3", factor=8.0, original_positions=64),
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_stretched_positions_are_those_of_transformers(scaling, parameters):
+    section = config(hidden=4 * 32, heads=4, theta=500.0)
+    section.rope_parameters = {"rope_theta": 500.0, **parameters}
+    expected_cos, expected_sin = LlamaRotaryEmbedding(section)(random(1, 2, 99, 32), torch.arange(99)[None])
+    cos, sin = Rotary(32, theta=500.0, scaling=scaling).table(99, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(cos, expected_cos[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(sin[:, 16:], expected_sin[0, :, 16:], rtol=0, atol=2e-5)
 
 
 def test_rotary_angles_are_position_times_frequency():
-    cos, sin = rotary_table(torch.tensor([0, 1, 1000]), 4, 100.0)
+    rotary = Rotary(4, theta=100.0)
+    cos, sin = (t[[0, 1, 1000]] for t in rotary.table(1001, torch.float32, torch.device("cpu")))
     angles = np.array([[0, 0], [1, 0.1], [1000, 100]])
     np.testing.assert_allclose(cos.numpy(), np.cos(np.tile(angles, 2)), atol=5e-5)
-    np.testing.assert_allclose(sin.numpy(), np.sin(np.tile(angles, 2)), atol=5e-5)
-    turned = rotate(torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 3), cos, sin)  # element 0 turns together with element 2
-    np.testing.assert_allclose(turned[1].numpy(), [np.cos(1), 0, np.sin(1), 0], atol=1e-6)
+    np.testing.assert_allclose(sin.numpy(), np.sin(np.hstack([-angles, angles])), atol=5e-5)
+    x = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 2, 1, 4)  # element 0 turns together with element 2
+    np.testing.assert_allclose(rotary.turn(x)[0, 1, 0].numpy(), [np.cos(1), 0, np.sin(1), 0], atol=1e-6)
+
+
+def test_turning_has_the_gradient_of_its_formula():
+    x = random(1, 3, 2, 4).double().requires_grad_()
+    assert torch.autograd.gradcheck(Rotary(4, theta=100.0).turn, (x,), atol=1e-4)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_attention_is_that_of_transformers(kv_heads):
     section = config(kv_heads=kv_heads)
     theirs = LlamaAttention(section, layer_idx=0)
-    ours = Attention(48, heads=6, kv_heads=kv_heads, rope_theta=523.0, name="a", ctx=Context(), out_std=0.02)
+    ours = attention(kv_heads)
     parts = [random(n, 48, seed=i) * 0.3 for i, n in enumerate((48, 8 * kv_heads, 8 * kv_heads))]
     out = random(48, 48, seed=9) * 0.3
     with torch.no_grad():
@@ -130,7 +174,7 @@ def test_attention_is_that_of_transformers(kv_heads):
 
 
 def test_attention_does_not_look_ahead():
-    layer = Attention(48, heads=6, kv_heads=2, rope_theta=523.0, name="a", ctx=Context(), out_std=0.02)
+    layer = attention(2)
     x = random(1, 9, 48)
     y = layer(x)
     x[0, 5:] += 1
@@ -139,9 +183,9 @@ def test_attention_does_not_look_ahead():
 
 
 def test_mlp_is_that_of_transformers():
-    theirs, ours = LlamaMLP(config()), SwiGLU(48, 80, name="mlp", ctx=Context(), out_std=0.02)
+    theirs, ours = LlamaMLP(config()), FeedForward(48, 80, activation="swiglu", name="mlp", ctx=Context(), out_std=0.02)
     with torch.no_grad():
-        ours.gate_up.weight.copy_(torch.cat([theirs.gate_proj.weight, theirs.up_proj.weight]))
+        ours.up.weight.copy_(torch.cat([theirs.gate_proj.weight, theirs.up_proj.weight]))
         ours.down.weight.copy_(theirs.down_proj.weight)
     near(ours(random(2, 3, 48)), theirs(random(2, 3, 48)))
 
@@ -173,8 +217,8 @@ def test_every_parameter_is_made_with_its_spec():
         [
             VocabParallelEmbedding(257, 16, name="table"),
             RMSNorm(16, name="norm", eps=1e-5),
-            Attention(16, heads=4, kv_heads=2, rope_theta=1e4, name="attention", ctx=Context(), out_std=0.01),
-            SwiGLU(16, 24, name="mlp", ctx=Context(), out_std=0.01),
+            Attention(16, heads=4, kv_heads=2, head_dim=4, rotary=None, name="attention", ctx=Context(), out_std=0.01),
+            FeedForward(16, 24, activation="swiglu", name="mlp", ctx=Context(), out_std=0.01),
         ]
     )
     specs = parameter_specs(layers)

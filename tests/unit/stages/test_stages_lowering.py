@@ -14,7 +14,7 @@ from rayformer.stages.instructions import (
     SendGrad,
     StageMap,
 )
-from rayformer.stages.lowering import lower, with_reductions
+from rayformer.stages.lowering import lower, with_awaited_params, with_reductions
 from rayformer.stages.schedules import SCHEDULES, get_schedule
 
 
@@ -111,27 +111,52 @@ def test_orders_that_wait_for_each_other_are_refused():
         lower([ahead, behind])
 
 
-def test_a_virtual_rank_is_folded_after_its_last_backward_and_buckets_are_reduced_last():
+def reduced(program, leaf_of, lowest_segment, *, num_segments=3, overlap=True):
+    return with_reductions(
+        program,
+        leaf_of_microbatch=leaf_of,
+        lowest_segment=lowest_segment,
+        num_segments=num_segments,
+        overlap=overlap,
+    )
+
+
+def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it():
     first, last = lower(get_schedule("1f1b")(2, 1, 3))
-    assert text(with_reductions(first, leaf_of_microbatch=[0, 0, 1], num_buckets=2)) == (
+    assert text(reduced(first, [0, 0, 1], [2, 2, 0])) == (
         "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 F2 SendAct2>1 RecvGrad1<1 B1 Fold0 "
-        "RecvGrad2<1 B2 Fold1 Reduce0 Reduce1"
+        "RecvGrad2<1 B2[2:3] Reduce0 Reduce1 B2[0:2] Reduce2"
     )
-    assert text(with_reductions(last, leaf_of_microbatch=[0, 1, 1], num_buckets=1)) == (
-        "RecvAct0<0 F0 B0 Fold0 RecvAct1<0 SendGrad0>0 F1 B1 RecvAct2<0 SendGrad1>0 F2 B2 Fold1 SendGrad2>0 Reduce0"
+    assert text(reduced(last, [0, 1, 1], [1])) == (
+        "RecvAct0<0 F0 B0 Fold0 RecvAct1<0 SendGrad0>0 F1 B1 RecvAct2<0 SendGrad1>0 F2 B2[1:3] Reduce0 B2[0:1] "
+        "SendGrad2>0"
     )
+
+
+def test_without_overlap_all_buckets_are_reduced_after_the_last_backward():
+    first, _ = lower(get_schedule("1f1b")(2, 1, 2))
+    assert text(reduced(first, [0, 1], [0, 2], overlap=False)).endswith("B0 Fold0 RecvGrad1<1 B1 Reduce1 Reduce0")
 
 
 def test_a_virtual_rank_is_folded_only_when_all_chunks_are_done():
-    program = (Forward(0), Forward(0, 1), Backward(0, 1), Backward(0))
-    reduced = with_reductions(program, leaf_of_microbatch=[3], num_buckets=0)
-    assert reduced == (*program, FoldGrads(3))
+    program = (Forward(0), Forward(0, 1), Forward(1), Forward(1, 1), *(Backward(v, c) for v in (0, 1) for c in (1, 0)))
+    assert text(reduced(program, [3, 4], [], num_segments=1)).endswith("B0c1 B0 Fold3 B1c1 B1[0:1]")
 
 
-def test_folds_and_reductions_take_no_part_in_the_pipeline():
+def test_folds_reductions_and_waits_take_no_part_in_the_pipeline():
     programs = lower(get_schedule("1f1b")(4, 1, 8))
-    reduced = [with_reductions(p, leaf_of_microbatch=[v // 2 for v in range(8)], num_buckets=3) for p in programs]
-    assert check(reduced, rendezvous=True) == check(programs, rendezvous=True)
-    for program in reduced:
-        assert [op.leaf for op in program if isinstance(op, FoldGrads)] == [0, 1, 2, 3]
-        assert program[-3:] == (ReduceGrads(0), ReduceGrads(1), ReduceGrads(2))
+    complete = [
+        with_awaited_params(reduced(p, [v // 2 for v in range(8)], [1, 0]), first_segment=[1, 0], num_segments=3)
+        for p in programs
+    ]
+    whole = [tuple(op for op in program if getattr(op, "part", None) is None) for program in complete]
+    assert [op for op in whole[0] if isinstance(op, FoldGrads)] == [FoldGrads(0), FoldGrads(1), FoldGrads(2)]
+    for program, plain in zip(complete, programs):
+        assert [op for op in program if isinstance(op, ReduceGrads)] == [ReduceGrads(0), ReduceGrads(1)]
+        transfers = (SendAct, SendGrad, RecvAct, RecvGrad)
+        assert [op for op in program if isinstance(op, transfers)] == [op for op in plain if isinstance(op, transfers)]
+
+
+def test_the_first_forward_waits_for_each_bucket_where_it_is_needed():
+    program = with_awaited_params((RecvAct(0, peer=0), Forward(0), Forward(1)), first_segment=[2, 0, 0], num_segments=3)
+    assert text(program) == "RecvAct0<0 Await1 Await2 F0[0:2] Await0 F0[2:3] F1"

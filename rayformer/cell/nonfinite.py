@@ -1,0 +1,33 @@
+"""Where a gradient that is not finite came from: which cells had it, in which parameters, before the reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+
+from rayformer.groups import Group
+from rayformer.optim.plan import Bucket
+
+
+class Origins:
+    """The largest element of each parameter's own gradient in one step, looked at only when something is wrong."""
+
+    def __init__(self) -> None:
+        self._largest: list[tuple[str, torch.Tensor]] = []
+
+    def start_step(self) -> None:
+        self._largest.clear()
+
+    def watch(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> None:
+        """Note the gradients in ``parts`` [bucket], one for each subtree that this cell folded."""
+        for part in parts:
+            slots = [part[slot.start - bucket.start : slot.stop - bucket.start] for slot in bucket.slots]
+            self._largest += zip((slot.name for slot in bucket.slots), torch._foreach_norm(slots, math.inf))
+
+    def find(self, cell: str, names: Collection[str], world: Group) -> tuple[str, ...]:
+        """``CELL PARAMETER`` for every cell that had a gradient of ``names`` not finite; all cells must call it."""
+        bad = {name: None for name, largest in self._largest if name in names and not math.isfinite(float(largest))}
+        found = [f"{at} {name}" for at, theirs in world.gather_values([cell, list(bad)]) for name in theirs]
+        return tuple(found) or tuple(names)  # finite parts may still add up to what is not
