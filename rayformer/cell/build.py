@@ -133,6 +133,7 @@ def build_cell(
         dtype=dtype,
         moment=Moment(seed=job.run.seed),
         recomputed=frozenset(job.recompute.modules if job.recompute.mode == "selective" else ()),
+        compiled=job.model.compile,
     )
     numbers = split_blocks(job.layout.stages, costs=[block.cost for block in blocks], pp=degrees.pp)[at.pp]
     stage = Stage(blocks, loss, numbers=numbers, ctx=ctx, recompute=job.recompute)

@@ -11,7 +11,7 @@ from rayformer.config.job import Job
 from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
 from rayformer.data import corpus
-from rayformer.errors import CheckpointError, Problem
+from rayformer.errors import CheckpointError, ConfigError, Problem
 from rayformer.stages import schedules, split
 
 
@@ -23,10 +23,7 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
         chunks=job.layout.virtual_stages,
         microbatches=max(1, job.batch.num_microbatches),
     )
-    if isinstance(job.model, ModelConfig):
-        yield from split.problems(
-            job.layout.stages, layers=job.model.layers, pp=job.layout.pp, chunks=job.layout.virtual_stages
-        )
+    yield from _stages(job)
     yield from corpus.problems(
         [(source.path, source.weight) for source in job.data.train],
         split=job.data.split,
@@ -51,6 +48,27 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
             )
     known = origin.manifest is not None and job.layout.dp != "auto"
     yield from batch_problems(origin.resolve(job, dp=job.layout.dp) if known else job)
+
+
+def _stages(job: Job) -> Iterator[Problem]:
+    pp, chunks = job.layout.pp, job.layout.virtual_stages
+    if isinstance(job.model, ModelConfig):
+        yield from split.problems(job.layout.stages, layers=job.model.layers, pp=pp, chunks=chunks)
+        return
+    from rayformer.cell.model import load_model  # only a model of the user's own needs torch before the start
+
+    try:
+        blocks, _ = load_model(job.model, Path.cwd())
+    except ConfigError as error:
+        yield from error.problems
+        return
+    layers = len(blocks) - 2
+    yield from split.problems(job.layout.stages, layers=layers, pp=pp, chunks=chunks)
+    if job.layout.stages == "auto" and layers < pp * chunks:
+        rule = f"every pipeline stage needs at least one layer, and the factory made {layers}"
+        yield Problem(
+            keys={"model.factory": job.model.factory, "layout.pp": pp}, rule=rule, fix=f"use pp of at most {layers}"
+        )
 
 
 def _folder(key: str, value: str, folder: Path) -> Iterator[Problem]:

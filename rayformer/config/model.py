@@ -37,6 +37,7 @@ class CustomModelConfig(Section):
     )
     hidden: Count = Field(description="Width of what one block hands to the next.")
     vocab: Count = Field(description="Number of token ids.")
+    compile: bool = Field(False, description="Whether torch.compile compiles each block.")
 
 
 class ModelConfig(Section):

@@ -56,6 +56,8 @@ def build_block(block: Block, ctx: Context) -> nn.Module:
     for buffer in module.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(ctx.dtype)
+    if ctx.compiled:
+        module.compile(dynamic=False)
     return module
 
 

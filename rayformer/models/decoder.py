@@ -16,7 +16,7 @@ from rayformer.groups import Group
 from rayformer.models.block import Block, TokenLoss
 from rayformer.nn.attention import Attention
 from rayformer.nn.context import Context
-from rayformer.nn.dropout import Dropout
+from rayformer.nn.dropout import make_dropout
 from rayformer.nn.embedding import PositionEmbedding, VocabParallelEmbedding
 from rayformer.nn.linear import ColumnParallelLinear
 from rayformer.nn.mlp import FeedForward
@@ -56,7 +56,7 @@ class Embedding(nn.Module):
         self.positions = nn.Identity()
         if section.position == "learned":
             self.positions = PositionEmbedding(section.max_positions, section.hidden, name="position", ctx=ctx)
-        self.dropout = Dropout(section.dropout, name="embedding", ctx=ctx)
+        self.dropout = make_dropout(section.dropout, name="embedding", ctx=ctx)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.positions(self.tokens(ids)))
@@ -88,7 +88,7 @@ class Layer(nn.Module):
             ctx=ctx,
             out_std=out_std,
         )
-        self.attention_dropout = Dropout(section.dropout, name=f"{name}.attention", ctx=ctx)
+        self.attention_dropout = make_dropout(section.dropout, name=f"{name}.attention", ctx=ctx)
         self.mlp_norm = norm(name=f"{name}.mlp_norm")
         self.mlp = FeedForward(
             hidden,
@@ -99,7 +99,7 @@ class Layer(nn.Module):
             ctx=ctx,
             out_std=out_std,
         )
-        self.mlp_dropout = Dropout(section.dropout, name=f"{name}.mlp", ctx=ctx)
+        self.mlp_dropout = make_dropout(section.dropout, name=f"{name}.mlp", ctx=ctx)
         self._attention_norm = ctx.selective("norm", self.attention_norm)
         self._mlp_norm = ctx.selective("norm", self.mlp_norm)
 

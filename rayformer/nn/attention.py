@@ -75,13 +75,16 @@ class Attention(nn.Module):
         rows = self.qkv(x)
         batch, seq, _ = rows.shape
         rows = rows.view(batch, seq, -1, self.group_queries + 2, self.head_dim)  # B S G Q+2 D
-        if self.q_norm is None or self.k_norm is None:
-            qk, v = rows.split([self.group_queries + 1, 1], dim=3)
-        else:
+        heads = self.group_queries + 1  # queries and the key
+        if self.q_norm is not None and self.k_norm is not None:
             q, k, v = rows.split([self.group_queries, 1, 1], dim=3)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=3)
-        if self._rotary is not None:
-            qk = self._rotary.turn(qk)
+            if self._rotary is not None:
+                qk = self._rotary.turn(qk)
+        elif self._rotary is not None:
+            qk, v = self._rotary.turn_first(rows, heads)
+        else:
+            qk, v = rows.split([heads, 1], dim=3)
         q, k = qk.split([self.group_queries, 1], dim=3)
         q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # B G*Q S D, B G S D
         y = self._core(q, k, v)
@@ -97,6 +100,7 @@ class _DroppingCore:
         self._heads = range(ctx.tp.rank * own, (ctx.tp.rank + 1) * own)
         self._generator = torch.Generator(ctx.device)
 
+    @torch.compiler.disable  # masks are new in every step
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         moment, seq = self._ctx.moment, q.shape[2]
         if moment.step is None:

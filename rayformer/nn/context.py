@@ -29,8 +29,8 @@ class Context:
 
     ``tp`` divides the layers; with ``sequence_parallel`` it also divides what stands between them along the sequence.
     ``seed`` is that of the weights, ``device`` where parameters live. They are made in float32; ``dtype`` is what the
-    model computes in. ``moment`` says which samples pass through, and ``recomputed`` which kinds of modules forget
-    their activations and compute them again.
+    model computes in. ``moment`` says which samples pass through, ``recomputed`` which kinds of modules forget their
+    activations and compute them again, and ``compiled`` whether torch.compile compiles each block.
     """
 
     tp: Group = field(default_factory=single)
@@ -40,6 +40,7 @@ class Context:
     dtype: torch.dtype = torch.float32
     moment: Moment = field(default_factory=Moment)
     recomputed: frozenset[str] = frozenset()
+    compiled: bool = False
 
     def own_sequence(self, length: int) -> slice:
         """Which positions of a whole sequence of ``length`` are this cell's where the sequence is divided."""

@@ -9,6 +9,11 @@ from rayformer.nn.context import Context
 from rayformer.ops.dropout import dropped, keep_masks
 
 
+def make_dropout(p: float, *, name: str, ctx: Context) -> nn.Module:
+    """A Dropout, or nothing at all where nothing is dropped."""
+    return Dropout(p, name=name, ctx=ctx) if p else nn.Identity()
+
+
 class Dropout(nn.Module):
     """Drops a share ``p`` of x [B, S, H], or of the own part [B, S/t, H] of the sequence.
 
@@ -21,9 +26,10 @@ class Dropout(nn.Module):
         self._ctx = ctx
         self._generator = torch.Generator(ctx.device)
 
+    @torch.compiler.disable  # masks are new in every step
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ctx, moment = self._ctx, self._ctx.moment
-        if self.p == 0.0 or moment.step is None:
+        if moment.step is None:
             return x
         parts, part = (ctx.tp.size, ctx.tp.rank) if ctx.sequence_parallel else (1, 0)
         own, hidden = x.shape[1:]

@@ -39,8 +39,8 @@ def attention_kernel(impl: AttentionImpl, *, device: torch.device, dtype: torch.
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """torch's own fused kernel for the device."""
-    k, v = (_every_head(t, q.shape[1]) for t in (k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    grouped = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def explicit(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 
+@torch.compiler.disable
 def table_rows(ids: torch.Tensor, table: torch.Tensor, *, complete: bool) -> torch.Tensor:
     """``table[ids]`` [..., H]; ids outside [0, R), of which a ``complete`` table sees none, give zeros and no gradient.
 

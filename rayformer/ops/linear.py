@@ -19,12 +19,14 @@ from rayformer.ops.tensor import gather_rows, scatter_rows
 _ALONE = single()
 
 
+@torch.compiler.disable
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x W^T + b``."""
     y: torch.Tensor = _Linear.apply(x, weight, bias, _ALONE, False)
     return y
 
 
+@torch.compiler.disable
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tp: Group, *, sequence_parallel: bool
 ) -> torch.Tensor:

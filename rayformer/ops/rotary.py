@@ -15,42 +15,62 @@ from rayformer.config.model import RopeScaling
 
 
 class Rotary:
-    """Turns queries and keys by their positions; the angles are computed once for each length of sequence."""
+    """Turns queries and keys by their positions; the angles are computed once for each length of sequence.
+
+    Tables are as wide as what they turn: a factor that is broadcast over heads costs three times as much on a CPU.
+    """
 
     def __init__(self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> None:
         self._frequencies = _frequencies(head_dim, theta, scaling)
-        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [B, S, ..., D], turned at every position of S, from 0."""
-        cos, sin = self.table(x.shape[1], x.dtype, x.device)
-        shape = (x.shape[1], *[1] * (x.dim() - 3), -1)
-        y: torch.Tensor = _Turn.apply(x, cos.view(shape), sin.view(shape))
+        """``x`` [B, S, G, R, D], turned at every position of S, from 0."""
+        y, _ = self.turn_first(x, x.shape[3])
         return y
 
-    def table(self, seq: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [S, D] of the angles position * frequency, from float32; the first half of sines negated."""
-        key = (seq, dtype, device)
-        if key not in self._tables:
-            angles = torch.arange(seq).float().unsqueeze(-1) * self._frequencies
-            cos, sin = angles.cos(), angles.sin()
-            tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-            self._tables[key] = (tables[0].to(device, dtype), tables[1].to(device, dtype))
-        return self._tables[key]
+    def turn_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``count`` rows of each group in ``x`` [B, S, G, R, D], turned, and the rest as they are."""
+        key = (x.shape[1:], count, x.dtype, x.device)
+        tables = self._tables.get(key)
+        if tables is None:
+            tables = self._tables[key] = self._tables_for(x, count)
+        turned, rest = _TurnFirst.apply(x, *tables)
+        return turned, rest
+
+    def _tables_for(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [S, G, count, D] of the angles position * frequency, the first half of sines negated."""
+        _, seq, groups, _, width = x.shape
+        angles = torch.arange(seq).float().unsqueeze(-1) * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        narrow = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        wide = (table.view(seq, 1, 1, width).expand(seq, groups, count, width) for table in narrow)
+        cos, sin = (table.to(x.device, x.dtype).contiguous() for table in wide)
+        return cos, sin
 
 
-class _Turn(torch.autograd.Function):
+class _TurnFirst(torch.autograd.Function):
     """Turning back is turning with the sines negated."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        ctx.shape = x.shape
+        count = cos.shape[2]
+        first, rest = x.split([count, x.shape[3] - count], dim=3)
+        swapped = x.roll(x.shape[4] // 2, -1)[:, :, :, :count]  # of all rows, since they lie together
+        return torch.addcmul(first * cos, swapped, sin), rest
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, d_turned: torch.Tensor, d_rest: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return torch.addcmul(grad * cos, grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+        d_x = d_turned.new_empty(ctx.shape)
+        count = cos.shape[2]
+        first, rest = d_x.split([count, d_x.shape[3] - count], dim=3)
+        swapped = d_turned.roll(d_turned.shape[4] // 2, -1)
+        torch.addcmul(d_turned * cos, swapped, sin, value=-1, out=first)
+        rest.copy_(d_rest)
+        return d_x, None, None
 
 
 def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -7,6 +7,8 @@
     gather_sequence   forward: join sequence       backward: reduce-scatter along it
     reduce_sequence   forward: reduce-scatter      backward: join sequence
 
+What communicates, or adds to ``.grad``, stands outside of what torch.compile compiles.
+
 Shapes: B batch, S sequence, t members. Sources: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, and for
 the sequence Korthikanti et al., https://arxiv.org/abs/2205.05198
 """
@@ -21,11 +23,13 @@ import torch
 from rayformer.groups import Group
 
 
+@torch.compiler.disable
 def copy_to(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """``x`` as it is, on its way into a layer of which every member holds a part."""
     return _CopyTo.apply(x, tp)
 
 
+@torch.compiler.disable
 def reduce_from(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """The sum of every member's partial ``x``; a single member's is ``x`` itself."""
     if tp.size == 1:
@@ -33,16 +37,19 @@ def reduce_from(x: torch.Tensor, tp: Group) -> torch.Tensor:
     return _ReduceFrom.apply(x, tp)
 
 
+@torch.compiler.disable
 def gather_from(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """Every member's part [..., sizes[i]] joined along the last dim."""
     return _GatherFrom.apply(x, tp, tuple(sizes))
 
 
+@torch.compiler.disable
 def scatter_to(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """The own part of ``x`` [..., sum(sizes)], which every member holds whole."""
     return _ScatterTo.apply(x, tp, tuple(sizes))
 
 
+@torch.compiler.disable
 def gather_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """Every member's part [B, S/t, ...] of the sequence, joined to [B, S, ...]."""
     if tp.size == 1:
@@ -50,6 +57,7 @@ def gather_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     return _GatherSequence.apply(x, tp)
 
 
+@torch.compiler.disable
 def reduce_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """The own part [B, S/t, ...] of the sum of every member's partial ``x`` [B, S, ...]."""
     if tp.size == 1:

@@ -109,8 +109,8 @@ class Executor:
                         losses.sums[v], losses.counts[v] = tapes[v].loss, feed.counts[v]
                         output_grads[v] = torch.tensor(feed.seed, device=feed.labels[v].device)
                 case Backward(microbatch=v, part=part):
-                    first, stop = part or (0, num_segments)
-                    tapes[v].backward(output_grads.pop(v), first, stop)
+                    first, _ = part or (0, num_segments)
+                    tapes[v].backward(output_grads.pop(v), first)
                     gradient = tapes[v].input_grad
                     if first == 0:
                         del tapes[v]

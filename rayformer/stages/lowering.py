@@ -85,44 +85,42 @@ def with_reductions(
     """Fold each virtual rank but the last after its last Backward; of the last, reduce each bucket once it is complete.
 
     ``lowest_segment`` says for every bucket which of the stage's segments is the last that backward runs of those with
-    a parameter in it. With ``overlap`` the last Backward is cut there, so that a bucket travels while the rest of
-    backward runs; without it all reductions follow the last Backward.
+    a parameter in it. With ``overlap`` the last Backward is cut there, and so is its Forward, so that a bucket travels
+    while the rest of backward runs; without it all reductions follow the last Backward.
 
     >>> program = with_reductions(
     ...     (Forward(0), Backward(0)), leaf_of_microbatch=[0], lowest_segment=[2, 0], num_segments=3, overlap=True
     ... )
     >>> " ".join(map(str, program))
-    'F0 B0[2:3] Reduce0 B0[0:2] Reduce1'
+    'F0[0:2] F0[2:3] B0[2:3] Reduce0 B0[0:2] Reduce1'
     """
+    last = next(op for op in reversed(program) if isinstance(op, Backward))
+    buckets = sorted(range(len(lowest_segment)), key=lambda bucket: -lowest_segment[bucket])
+    parts = list(pairwise([*sorted({0, *lowest_segment} if overlap else {0}), num_segments]))
     remaining = Counter(leaf_of_microbatch[op.microbatch] for op in program if isinstance(op, Backward))
     complete: list[Instruction] = []
     for op in program:
-        if not isinstance(op, Backward):
-            complete.append(op)
-            continue
-        leaf = leaf_of_microbatch[op.microbatch]
-        remaining[leaf] -= 1
-        if +remaining:
-            complete.append(op)
-            if not remaining[leaf]:
-                complete.append(FoldGrads(leaf))
-            continue
-        buckets = sorted(range(len(lowest_segment)), key=lambda b: -lowest_segment[b])
-        if not overlap:
-            complete += [op, *map(ReduceGrads, buckets)]
-            continue
-        end = num_segments
-        for segment in sorted(set(lowest_segment), reverse=True):
-            complete.append(Backward(op.microbatch, op.chunk, (segment, end)))
-            complete += [ReduceGrads(bucket) for bucket in buckets if lowest_segment[bucket] == segment]
-            end = segment
-        if end:
-            complete.append(Backward(op.microbatch, op.chunk, (0, end)))
+        match op:
+            case Forward() if (op.microbatch, op.chunk) == (last.microbatch, last.chunk):
+                complete += [Forward(op.microbatch, op.chunk, part) for part in parts]
+            case Backward():
+                leaf = leaf_of_microbatch[op.microbatch]
+                remaining[leaf] -= 1
+                if op is last:
+                    for part in reversed(parts):
+                        complete.append(Backward(op.microbatch, op.chunk, part))
+                        complete += [ReduceGrads(b) for b in buckets if part[0] <= lowest_segment[b] < part[1]]
+                else:
+                    complete.append(op)
+                    if not remaining[leaf] and leaf != leaf_of_microbatch[last.microbatch]:
+                        complete.append(FoldGrads(leaf))
+            case _:
+                complete.append(op)
     return tuple(complete)
 
 
 def with_awaited_params(program: Program, *, first_segment: Sequence[int], num_segments: int) -> Program:
-    """Cut the first Forward so that each part waits only for the buckets whose parameters it needs.
+    """Cut the first microbatch's Forward so that each part waits only for the buckets whose parameters it needs.
 
     ``first_segment`` says for every bucket which of the stage's segments is the first with a parameter in it.
 
@@ -130,15 +128,18 @@ def with_awaited_params(program: Program, *, first_segment: Sequence[int], num_s
     >>> " ".join(map(str, program))
     'Await1 F0[0:1] Await0 F0[1:3] F1'
     """
-    at = next(i for i, op in enumerate(program) if isinstance(op, Forward))
-    first = program[at]
-    assert isinstance(first, Forward)
-    starts = sorted({0, *first_segment})
-    parts: list[Instruction] = []
-    for start, end in pairwise([*starts, num_segments]):
-        parts += [AwaitParams(bucket) for bucket, segment in enumerate(first_segment) if segment == start]
-        parts.append(Forward(first.microbatch, first.chunk, (start, end)))
-    return (*program[:at], *parts, *program[at + 1 :])
+    first = next(op for op in program if isinstance(op, Forward))
+    complete: list[Instruction] = []
+    for op in program:
+        if not (isinstance(op, Forward) and (op.microbatch, op.chunk) == (first.microbatch, first.chunk)):
+            complete.append(op)
+            continue
+        start, stop = op.part or (0, num_segments)
+        edges = sorted({start, stop, *(segment for segment in first_segment if start < segment < stop)})
+        for part in pairwise(edges):
+            complete += [AwaitParams(bucket) for bucket, segment in enumerate(first_segment) if segment == part[0]]
+            complete.append(Forward(op.microbatch, op.chunk, part))
+    return tuple(complete)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,13 @@
-"""One microbatch's way through a stage: forward keeps for each segment what its backward will need.
+"""One microbatch's way through a stage: forward keeps what its backward will need.
 
-Each segment has a graph of its own, cut from its neighbours', so that backward can stop between two of them, and a
-recomputed one is simply run again.
+Each run of segments that forward makes at a time has a graph of its own, cut from its neighbours', so that backward can
+stop between two of them. A recomputed segment keeps only its input, and is simply run again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -22,7 +25,7 @@ class Tape:
         self, stage: Stage, *, step: int | None, samples: tuple[int, ...], labels: torch.Tensor | None = None
     ) -> None:
         self._stage, self._step, self._samples, self._labels = stage, step, samples, labels
-        self._kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._graphs: list[_Graph] = []
         self.output: torch.Tensor | None = None
         self.loss: torch.Tensor | None = None
         self.input_grad: torch.Tensor | None = None
@@ -30,36 +33,60 @@ class Tape:
     def forward(self, x: torch.Tensor, first: int, stop: int) -> None:
         """Run the segments [first, stop) on ``x``; ``output`` is what goes on."""
         self._enter()
-        for number in range(first, stop):
+        for start, end in self._runs(first, stop):
             x = x.detach().requires_grad_(x.is_floating_point())
-            recomputed = self._stage.segments[number].recomputed
+            recomputed = self._stage.segments[start].recomputed
             with torch.set_grad_enabled(not recomputed):
-                y = self._run(number, x)
-            self._kept.append((x, None if recomputed else y))
+                y = self._run(x, start, end)
+            self._graphs.append(_Graph(start, end, x, None if recomputed else y))
             x = y.detach()
         self.output = x
 
-    def backward(self, grad: torch.Tensor | None, first: int, stop: int) -> None:
-        """Go back through the segments [first, stop) with the output's gradient; ``input_grad`` is what goes on."""
+    def backward(self, grad: torch.Tensor | None, first: int) -> None:
+        """Go back from where it stands through segment ``first``; ``input_grad`` is what goes on."""
         self._enter()
         self.output = None
-        for number in reversed(range(first, stop)):
-            x, y = self._kept.pop()
+        while self._graphs and self._graphs[-1].start >= first:
+            graph = self._graphs.pop()
+            y = graph.output
             if y is None:
                 with torch.enable_grad():
-                    y = self._run(number, x)
+                    y = self._run(graph.input, graph.start, graph.stop)
             torch.autograd.backward(y, grad)
-            grad, x.grad = x.grad, None
+            grad, graph.input.grad = graph.input.grad, None
         self.input_grad = grad
 
-    def _run(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        y = self._stage.run(number, x)
-        if self._labels is None or number < len(self._stage.segments) - 1:
-            return y
-        total = self._stage.token_losses(y, self._labels).sum()
+    def _runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The segments [first, stop) in as few runs as there can be when recomputed ones are by themselves."""
+        start = first
+        for number in range(first, stop):
+            if self._stage.segments[number].recomputed:
+                if start < number:
+                    yield start, number
+                yield number, number + 1
+                start = number + 1
+        if start < stop:
+            yield start, stop
+
+    def _run(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        for number in range(first, stop):
+            x = self._stage.run(number, x)
+        if self._labels is None or stop < len(self._stage.segments):
+            return x
+        total = self._stage.token_losses(x, self._labels).sum()
         self.loss = total.detach()
         return total
 
     def _enter(self) -> None:
         moment: Moment = self._stage.moment
         moment.step, moment.samples = self._step, self._samples
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The segments [start, stop), what went in, and what came out, or None if it is to be computed again."""
+
+    start: int
+    stop: int
+    input: torch.Tensor
+    output: torch.Tensor | None

@@ -124,18 +124,19 @@ def reduced(program, leaf_of, lowest_segment, *, num_segments=3, overlap=True):
 def test_a_bucket_is_reduced_as_soon_as_the_last_backward_has_passed_it():
     first, last = lower(get_schedule("1f1b")(2, 1, 3))
     assert text(reduced(first, [0, 0, 1], [2, 2, 0])) == (
-        "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 F2 SendAct2>1 RecvGrad1<1 B1 Fold0 "
+        "F0 SendAct0>1 F1 SendAct1>1 RecvGrad0<1 B0 F2[0:2] F2[2:3] SendAct2>1 RecvGrad1<1 B1 Fold0 "
         "RecvGrad2<1 B2[2:3] Reduce0 Reduce1 B2[0:2] Reduce2"
     )
     assert text(reduced(last, [0, 1, 1], [1])) == (
-        "RecvAct0<0 F0 B0 Fold0 RecvAct1<0 SendGrad0>0 F1 B1 RecvAct2<0 SendGrad1>0 F2 B2[1:3] Reduce0 B2[0:1] "
+        "RecvAct0<0 F0 B0 Fold0 RecvAct1<0 SendGrad0>0 F1 B1 RecvAct2<0 SendGrad1>0 F2[0:1] F2[1:3] B2[1:3] "
+        "Reduce0 B2[0:1] "
         "SendGrad2>0"
     )
 
 
 def test_without_overlap_all_buckets_are_reduced_after_the_last_backward():
     first, _ = lower(get_schedule("1f1b")(2, 1, 2))
-    assert text(reduced(first, [0, 1], [0, 2], overlap=False)).endswith("B0 Fold0 RecvGrad1<1 B1 Reduce1 Reduce0")
+    assert text(reduced(first, [0, 1], [0, 2], overlap=False)).endswith("B0 Fold0 RecvGrad1<1 B1[0:3] Reduce1 Reduce0")
 
 
 def test_a_virtual_rank_is_folded_only_when_all_chunks_are_done():
@@ -160,3 +161,9 @@ def test_folds_reductions_and_waits_take_no_part_in_the_pipeline():
 def test_the_first_forward_waits_for_each_bucket_where_it_is_needed():
     program = with_awaited_params((RecvAct(0, peer=0), Forward(0), Forward(1)), first_segment=[2, 0, 0], num_segments=3)
     assert text(program) == "RecvAct0<0 Await1 Await2 F0[0:2] Await0 F0[2:3] F1"
+
+
+def test_a_single_microbatch_is_cut_for_both():
+    program = reduced((Forward(0), Backward(0)), [0], [2, 0])
+    program = with_awaited_params(program, first_segment=[2, 1], num_segments=3)
+    assert text(program) == "F0[0:1] Await1 F0[1:2] Await0 F0[2:3] B0[2:3] Reduce0 B0[0:2] Reduce1"
