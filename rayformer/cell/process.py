@@ -24,6 +24,7 @@ def prepare_process(job: Job, device: torch.device) -> None:
     _keep_freed_memory()
     if device.type == "cuda" and job.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from rayformer.config.model import RopeScaling
 class Rotary:
     """Turns queries and keys by their positions; the angles are computed once for each length of sequence.
 
-    Tables are as wide as what they turn: a factor that is broadcast over heads costs three times as much on a CPU.
+    Tables are as wide as a group: a factor that is broadcast over single heads costs three times as much on a CPU.
     """
 
     def __init__(self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> None:
@@ -31,7 +31,7 @@ class Rotary:
 
     def turn_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``count`` rows of each group in ``x`` [B, S, G, R, D], turned, and the rest as they are."""
-        key = (x.shape[1:], count, x.dtype, x.device)
+        key = (x.shape[1], count, x.dtype, x.device)
         tables = self._tables.get(key)
         if tables is None:
             tables = self._tables[key] = self._tables_for(x, count)
@@ -39,12 +39,12 @@ class Rotary:
         return turned, rest
 
     def _tables_for(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [S, G, count, D] of the angles position * frequency, the first half of sines negated."""
-        _, seq, groups, _, width = x.shape
+        """Cosine and sine [S, 1, count, D] of the angles position * frequency, the first half of sines negated."""
+        seq, width = x.shape[1], x.shape[4]
         angles = torch.arange(seq).float().unsqueeze(-1) * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         narrow = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        wide = (table.view(seq, 1, 1, width).expand(seq, groups, count, width) for table in narrow)
+        wide = (table.view(seq, 1, 1, width).expand(seq, 1, count, width) for table in narrow)
         cos, sin = (table.to(x.device, x.dtype).contiguous() for table in wide)
         return cos, sin
 

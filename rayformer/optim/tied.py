@@ -1,8 +1,8 @@
 """A parameter that the first and the last pipeline stage both compute with: tied embeddings.
 
-The first stage owns it, state and all; the last borrows it. Each accumulates the gradients of its own use. Reduced
-over dp, the borrowed shard goes to the owner, which adds it to its own; the updated shard comes back. With one stage the same
-two sums are added, in the same order.
+The first stage owns it, state and all, and the last borrows it. Each accumulates the gradients of its own use. Once
+reduced over dp, the borrowed shard goes to the owner, which adds it to its own; the updated shard comes back. With one
+stage the same two sums are added, in the same order.
 """
 
 from __future__ import annotations
