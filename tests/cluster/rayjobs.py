@@ -27,7 +27,7 @@ ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 257}
-VARYING = {"attempt", "generation", "step_s", "tokens_per_s", "time"}
+VARYING = {"attempt", "generation", "step_s", "tokens_per_s", "time", "phase_s"}
 
 
 def write_corpus(prefix, *, bad_token=None):

@@ -12,7 +12,7 @@ from rayformer.ckpt.manifest import find_checkpoints, read_manifest
 
 CELLS = ["pp0.dp0.cp0.tp0", "pp0.dp1.cp0.tp0", "pp1.dp0.cp0.tp0", "pp1.dp1.cp0.tp0"]
 LINE = {"attempt", "generation", "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "consumed_samples"}
-LINE |= {"step_s", "tokens_per_s", "skipped", "time", "flops_per_token"}
+LINE |= {"step_s", "tokens_per_s", "skipped", "time", "flops_per_token", "phase_s"}
 
 
 @pytest.mark.timeout(240)
