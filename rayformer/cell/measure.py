@@ -15,6 +15,7 @@ from operator import add
 import torch
 
 from rayformer.cell.build import Cell
+from rayformer.nn.context import refuse_same_names
 from rayformer.optim.norm import block_sums, tree_sum
 from rayformer.optim.plan import ALIGNMENT
 from rayformer.optim.tree import Fold, Node, owned_leaves
@@ -52,6 +53,7 @@ class Meter:
         self._dp_leaves = [len(owned_leaves(self._num_leaves, dp.size, d)) for d in range(dp.size)]
         # The parameters of every stage, in model order; tp ranks have the same ones.
         self._stage_names: list[list[str]] = self._groups.model.gather_values(list(cell.specs))[:: cell.groups.tp.size]
+        refuse_same_names([name for stage in self._stage_names for name in stage])
 
     def measure(
         self, losses: Losses, shards: Sequence[torch.Tensor], *, num_microbatches: int, seed: float

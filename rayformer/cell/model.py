@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def load_model(section: ModelConfig | CustomModelConfig, base_dir: Path) -> tupl
         return decoder.build(section)
     made = _factory(section, base_dir)(section)
     fix = "return (blocks, loss), blocks being a list of rayformer.models.block.Block"
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Iterable) and callable(made[1])):
         raise _refused(section, f"it returned {type(made).__name__}, not a pair of blocks and a loss", fix)
     blocks, loss = list(made[0]), made[1]
     strange = [block for block in blocks if not isinstance(block, Block)]
@@ -53,7 +53,8 @@ def _factory(section: CustomModelConfig, base_dir: Path) -> Callable[[CustomMode
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise _refused(section, f"{module.__file__} has no function {name!r}", "write it like package.module:function")
+        where = module.__file__ or module_name  # a folder without __init__.py has no file
+        raise _refused(section, f"{where} has no function {name!r}", "write it like package.module:function")
     build: Callable[[CustomModelConfig], Any] = function
     return build
 

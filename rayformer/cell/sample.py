@@ -61,6 +61,8 @@ def _logits(cell: Cell, context: list[int], position: int) -> torch.Tensor | Non
 def _whole(cell: Cell, part: torch.Tensor) -> torch.Tensor:
     """The logits of the whole vocabulary from every tp rank's part."""
     tp, vocab = cell.groups.tp, cell.job.model.vocab
+    if part.numel() == vocab:  # a model of the user's own may not divide its output layer
+        return part
     whole = part.new_zeros(vocab)
     start = share_start(vocab, tp.size, tp.rank)
     whole[start : start + part.numel()] = part

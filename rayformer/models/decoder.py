@@ -65,7 +65,7 @@ class Embedding(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream x [B, S, H].
 
-    Kinds for recomputation: ``norm``, and those of the two.
+    Kinds for recomputation: ``norm``, ``mlp`` (all of it), and those of the two.
     """
 
     def __init__(self, section: ModelConfig, name: str, rotary: Rotary | None, ctx: Context) -> None:
@@ -102,10 +102,11 @@ class Layer(nn.Module):
         self.mlp_dropout = make_dropout(section.dropout, name=f"{name}.mlp", ctx=ctx)
         self._attention_norm = ctx.selective("norm", self.attention_norm)
         self._mlp_norm = ctx.selective("norm", self.mlp_norm)
+        self._mlp = ctx.selective("mlp", self.mlp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention_dropout(self.attention(self._attention_norm(x)))
-        return x + self.mlp_dropout(self.mlp(self._mlp_norm(x)))
+        return x + self.mlp_dropout(self._mlp(self._mlp_norm(x)))
 
 
 class Head(nn.Module):

@@ -6,7 +6,8 @@ the global tensor has at that place, so every layout starts from the same weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rayformer.errors import ConfigError, Problem
 from rayformer.groups import Group, single
 from rayformer.ops.dropout import Moment
 from rayformer.ops.keyed import normal_box
@@ -85,5 +87,18 @@ def own_parameters(module: nn.Module) -> list[Parameter]:
 
 
 def parameter_specs(module: nn.Module) -> dict[str, ParamSpec]:
-    """The spec of every own parameter of ``module`` by its global name, in model order."""
-    return {p.spec.name: p.spec for p in own_parameters(module)}
+    """The spec of every own parameter of ``module`` by its global name, in model order.
+
+    Raises ConfigError if two have one name.
+    """
+    own = own_parameters(module)
+    refuse_same_names([p.spec.name for p in own])
+    return {p.spec.name: p.spec for p in own}
+
+
+def refuse_same_names(names: Sequence[str]) -> None:
+    """Raise ConfigError if two parameters have one name: they would share start, gradient and state."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        rule, fix = f"{twice[0]} is the name of two parameters", "start the names of a block's layers with the block's"
+        raise ConfigError([Problem(keys={"model.factory": twice[0]}, rule=rule, fix=fix)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -9,9 +11,13 @@ from rayformer.nn.context import Context
 from rayformer.ops.dropout import dropped, keep_masks
 
 
-def make_dropout(p: float, *, name: str, ctx: Context) -> nn.Module:
-    """A Dropout, or nothing at all where nothing is dropped."""
-    return Dropout(p, name=name, ctx=ctx) if p else nn.Identity()
+def make_dropout(p: float, *, name: str, ctx: Context) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A Dropout, or a function that changes nothing where nothing is dropped."""
+    return Dropout(p, name=name, ctx=ctx) if p else _unchanged
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class Dropout(nn.Module):
@@ -34,6 +40,12 @@ class Dropout(nn.Module):
         parts, part = (ctx.tp.size, ctx.tp.rank) if ctx.sequence_parallel else (1, 0)
         own, hidden = x.shape[1:]
         keep = keep_masks(
-            (own * parts, hidden), self.p, moment=moment, site=self.name, device=x.device, generator=self._generator
+            (own * parts, hidden),
+            self.p,
+            moment=moment,
+            site=self.name,
+            device=x.device,
+            generator=self._generator,
+            rows=slice(part * own, (part + 1) * own),
         )
-        return dropped(x, keep[:, part * own : (part + 1) * own], self.p)
+        return dropped(x, keep, self.p)

@@ -14,7 +14,7 @@ from rayformer.ops.activation import ACTIVATIONS, GATED
 class FeedForward(nn.Module):
     """``down(activation(up(x)))``; of a gated one, the gate and the up part are the two halves of one matrix.
 
-    Kinds for recomputation: ``mlp`` (all of it), ``act``.
+    Kinds for recomputation: ``act``.
     """
 
     def __init__(
@@ -35,10 +35,6 @@ class FeedForward(nn.Module):
             self.up = ColumnParallelLinear(hidden, ffn, name=f"{name}.up", ctx=ctx, bias=bias)
         self.down = RowParallelLinear(ffn, hidden, name=f"{name}.down", ctx=ctx, std=out_std, bias=bias)
         self._activation = ctx.selective("act", ACTIVATIONS[activation])
-        self._whole = ctx.selective("mlp", self._compute)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._whole(x)
-
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._activation(self.up(x)))

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 
 from rayformer.nn.context import Context, make_parameter
-from rayformer.ops.norm import rms_norm
 from rayformer.shards import Init, ParamSpec
 
 Kind = Literal["rmsnorm", "layernorm"]
@@ -28,12 +27,11 @@ class RMSNorm(nn.Module):
         self, width: int, *, name: str, eps: float, ctx: Context | None = None, partial: bool | None = None
     ) -> None:
         super().__init__()
-        self.eps = eps
-        ctx = ctx or Context()
-        self.weight = _vector(f"{name}.weight", width, "ones", ctx, partial)
+        self._shape, self._eps = (width,), eps
+        self.weight = _vector(f"{name}.weight", width, "ones", ctx or Context(), partial)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return functional.rms_norm(x, self._shape, self.weight, self._eps)
 
 
 class LayerNorm(nn.Module):
@@ -43,13 +41,13 @@ class LayerNorm(nn.Module):
         self, width: int, *, name: str, eps: float, ctx: Context | None = None, partial: bool | None = None
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self._shape, self._eps = (width,), eps
         ctx = ctx or Context()
         self.weight = _vector(f"{name}.weight", width, "ones", ctx, partial)
         self.bias = _vector(f"{name}.bias", width, "zeros", ctx, partial)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return functional.layer_norm(x, self._shape, self.weight, self.bias, self._eps)
 
 
 NORMS: dict[Kind, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

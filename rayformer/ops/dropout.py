@@ -27,18 +27,26 @@ class Moment:
 
 
 def keep_masks(
-    shape: Sequence[int], p: float, *, moment: Moment, site: str, device: torch.device, generator: torch.Generator
+    shape: Sequence[int],
+    p: float,
+    *,
+    moment: Moment,
+    site: str,
+    device: torch.device,
+    generator: torch.Generator,
+    rows: slice = slice(None),
 ) -> torch.Tensor:
     """Which elements of ``shape`` are kept, for every sample of ``moment``: [B, *shape], true with chance 1 - ``p``.
 
-    ``generator`` is seeded anew for each sample with the key (seed, step, sample, ``site``).
+    ``generator`` is seeded anew for each sample with the key (seed, step, sample, ``site``). Of the masks only ``rows``
+    are returned, and nothing holds the others.
     """
     masks = torch.empty(len(moment.samples), *shape, dtype=torch.float32, device=device)
     for mask, sample in zip(masks, moment.samples):
         key = f"{moment.seed}/{moment.step}/{sample}/{site}"
         generator.manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
         mask.uniform_(generator=generator)
-    return masks >= p
+    return masks[:, rows] >= p
 
 
 def dropped(x: torch.Tensor, keep: torch.Tensor, p: float) -> torch.Tensor:

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from rayformer.ops.compiler import not_compiled
 
-@torch.compiler.disable
+
 def table_rows(ids: torch.Tensor, table: torch.Tensor, *, complete: bool) -> torch.Tensor:
     """``table[ids]`` [..., H]; ids outside [0, R), of which a ``complete`` table sees none, give zeros and no gradient.
 
     The gradient is added to the rows of the table's ``.grad`` in ascending order of places, so that its bits do not
     depend on how many rows this process holds; where ``.grad`` is None it is returned as usual.
     """
-    rows: torch.Tensor = _TableRows.apply(ids, table, complete)
+    rows: torch.Tensor = not_compiled(_TableRows.apply, ids, table, complete)
     return rows
 
 

@@ -7,7 +7,6 @@ sequences as in Llama 3.1, https://arxiv.org/abs/2407.21783
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -31,12 +30,14 @@ class Rotary:
 
     def turn_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first ``count`` rows of each group in ``x`` [B, S, G, R, D], turned, and the rest as they are."""
-        key = (x.shape[1], count, x.dtype, x.device)
+        key = (x.shape[1], count, x.dtype)
         tables = self._tables.get(key)
         if tables is None:
             tables = self._tables[key] = self._tables_for(x, count)
-        turned, rest = _TurnFirst.apply(x, *tables)
-        return turned, rest
+        cos, sin = tables
+        first, rest = x.split([count, x.shape[3] - count], dim=3)
+        swapped = x.roll(x.shape[4] // 2, -1)[:, :, :, :count]  # of all rows, since they lie together
+        return torch.addcmul(first * cos, swapped, sin), rest
 
     def _tables_for(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine [S, 1, count, D] of the angles position * frequency, the first half of sines negated."""
@@ -47,30 +48,6 @@ class Rotary:
         wide = (table.view(seq, 1, 1, width).expand(seq, 1, count, width) for table in narrow)
         cos, sin = (table.to(x.device, x.dtype).contiguous() for table in wide)
         return cos, sin
-
-
-class _TurnFirst(torch.autograd.Function):
-    """Turning back is turning with the sines negated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.shape = x.shape
-        count = cos.shape[2]
-        first, rest = x.split([count, x.shape[3] - count], dim=3)
-        swapped = x.roll(x.shape[4] // 2, -1)[:, :, :, :count]  # of all rows, since they lie together
-        return torch.addcmul(first * cos, swapped, sin), rest
-
-    @staticmethod
-    def backward(ctx: Any, d_turned: torch.Tensor, d_rest: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        d_x = d_turned.new_empty(ctx.shape)
-        count = cos.shape[2]
-        first, rest = d_x.split([count, d_x.shape[3] - count], dim=3)
-        swapped = d_turned.roll(d_turned.shape[4] // 2, -1)
-        torch.addcmul(d_turned * cos, swapped, sin, value=-1, out=first)
-        rest.copy_(d_rest)
-        return d_x, None, None
 
 
 def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -7,8 +7,6 @@
     gather_sequence   forward: join sequence       backward: reduce-scatter along it
     reduce_sequence   forward: reduce-scatter      backward: join sequence
 
-What communicates, or adds to ``.grad``, stands outside of what torch.compile compiles.
-
 Shapes: B batch, S sequence, t members. Sources: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, and for
 the sequence Korthikanti et al., https://arxiv.org/abs/2205.05198
 """
@@ -21,48 +19,43 @@ from typing import Any
 import torch
 
 from rayformer.groups import Group
+from rayformer.ops.compiler import not_compiled
 
 
-@torch.compiler.disable
 def copy_to(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """``x`` as it is, on its way into a layer of which every member holds a part."""
-    return _CopyTo.apply(x, tp)
+    return not_compiled(_CopyTo.apply, x, tp)
 
 
-@torch.compiler.disable
 def reduce_from(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """The sum of every member's partial ``x``; a single member's is ``x`` itself."""
     if tp.size == 1:
         return x
-    return _ReduceFrom.apply(x, tp)
+    return not_compiled(_ReduceFrom.apply, x, tp)
 
 
-@torch.compiler.disable
 def gather_from(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """Every member's part [..., sizes[i]] joined along the last dim."""
-    return _GatherFrom.apply(x, tp, tuple(sizes))
+    return not_compiled(_GatherFrom.apply, x, tp, tuple(sizes))
 
 
-@torch.compiler.disable
 def scatter_to(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """The own part of ``x`` [..., sum(sizes)], which every member holds whole."""
-    return _ScatterTo.apply(x, tp, tuple(sizes))
+    return not_compiled(_ScatterTo.apply, x, tp, tuple(sizes))
 
 
-@torch.compiler.disable
 def gather_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """Every member's part [B, S/t, ...] of the sequence, joined to [B, S, ...]."""
     if tp.size == 1:
         return x
-    return _GatherSequence.apply(x, tp)
+    return not_compiled(_GatherSequence.apply, x, tp)
 
 
-@torch.compiler.disable
 def reduce_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
     """The own part [B, S/t, ...] of the sum of every member's partial ``x`` [B, S, ...]."""
     if tp.size == 1:
         return x
-    return _ReduceSequence.apply(x, tp)
+    return not_compiled(_ReduceSequence.apply, x, tp)
 
 
 def gather_rows(x: torch.Tensor, tp: Group) -> Callable[[], torch.Tensor]:

@@ -26,6 +26,8 @@ class Stage(nn.Module):
         self.is_first, self.is_last = numbers.start == 0, numbers.stop == len(blocks)
         self.blocks = nn.ModuleList(build_block(blocks[i], ctx) for i in numbers)
         self.segments = plan_segments([blocks[i].kind for i in numbers], recompute)
+        built = list(self.blocks)
+        self._of_segment = [tuple(built[segment.start : segment.stop]) for segment in self.segments]
         self.moment = ctx.moment
         self._loss, self._tp = loss, ctx.tp
 
@@ -38,8 +40,7 @@ class Stage(nn.Module):
 
     def run(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """The same for one segment, as part of whatever ``moment`` says."""
-        segment = self.segments[number]
-        for block in self.blocks[segment.start : segment.stop]:
+        for block in self._of_segment[number]:
             x = block(x)
         return x
 
@@ -51,7 +52,7 @@ class Stage(nn.Module):
         """The segment in which each parameter of the stage is used."""
         return {
             parameter: number
-            for number, segment in enumerate(self.segments)
-            for block in self.blocks[segment.start : segment.stop]
+            for number, blocks in enumerate(self._of_segment)
+            for block in blocks
             for parameter in block.parameters()
         }
