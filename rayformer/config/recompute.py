@@ -25,5 +25,6 @@ class RecomputeConfig(Section):
         1, description="Of full: layers in a group (uniform), or layers of a stage that are recomputed (block)."
     )
     modules: Annotated[tuple[Module, ...], Field(strict=False, min_length=1)] = Field(
-        ("core_attn",), description="Of selective: the core of attention, the feed-forward, its non-linearity, norms."
+        ("core_attn",),
+        description="Of selective: core_attn helps the explicit kernel only, act only gated forms.",
     )

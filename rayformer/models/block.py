@@ -12,6 +12,7 @@ from torch import nn
 from rayformer.errors import ConfigError, Problem
 from rayformer.groups import Group
 from rayformer.nn.context import Context, Parameter
+from rayformer.ops.compiler import hold_the_line
 from rayformer.shards import Init, ParamSpec
 
 # (output of the last block, labels [B, S], tp) -> the loss of every token [B, S], 0 where a label is below 0
@@ -57,6 +58,7 @@ def build_block(block: Block, ctx: Context) -> nn.Module:
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(ctx.dtype)
     if ctx.compiled:
+        hold_the_line()
         module.compile(dynamic=False)
     return module
 

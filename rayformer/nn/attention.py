@@ -14,6 +14,7 @@ from rayformer.nn.context import Context
 from rayformer.nn.linear import ColumnParallelLinear, RowParallelLinear
 from rayformer.nn.norm import RMSNorm
 from rayformer.ops.attention import attention_kernel, explicit
+from rayformer.ops.compiler import not_compiled
 from rayformer.ops.dropout import keep_masks
 from rayformer.ops.rotary import Rotary
 
@@ -100,8 +101,10 @@ class _DroppingCore:
         self._heads = range(ctx.tp.rank * own, (ctx.tp.rank + 1) * own)
         self._generator = torch.Generator(ctx.device)
 
-    @torch.compiler.disable  # masks are new in every step
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return not_compiled(self._attend, q, k, v)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         moment, seq = self._ctx.moment, q.shape[2]
         if moment.step is None:
             return explicit(q, k, v)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rayformer.nn.context import Context
+from rayformer.ops.compiler import not_compiled
 from rayformer.ops.dropout import dropped, keep_masks
 
 
@@ -32,8 +33,10 @@ class Dropout(nn.Module):
         self._ctx = ctx
         self._generator = torch.Generator(ctx.device)
 
-    @torch.compiler.disable  # masks are new in every step
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return not_compiled(self._drop, x)
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
         ctx, moment = self._ctx, self._ctx.moment
         if moment.step is None:
             return x

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from rayformer.nn.context import Context, make_parameter
+from rayformer.ops.norm import rms_norm
 from rayformer.shards import Init, ParamSpec
 
 Kind = Literal["rmsnorm", "layernorm"]
@@ -27,11 +28,11 @@ class RMSNorm(nn.Module):
         self, width: int, *, name: str, eps: float, ctx: Context | None = None, partial: bool | None = None
     ) -> None:
         super().__init__()
-        self._shape, self._eps = (width,), eps
+        self._eps = eps
         self.weight = _vector(f"{name}.weight", width, "ones", ctx or Context(), partial)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self._shape, self.weight, self._eps)
+        return rms_norm(x, self.weight, self._eps)
 
 
 class LayerNorm(nn.Module):
