@@ -54,9 +54,10 @@ def layer_parts(options, element):
             core += scores * element  # and as the product takes them
         if "attention_dropout" in options:
             core += scores  # what is dropped, a byte each
-    # torch's kernels: layer_norm keeps its input and two statistics; rms_norm, which is made of parts on a CPU, float32
-    # rows before and after the root, and one statistic in float32.
-    norm = (H + 2) * element if options.get("norm") == "layernorm" else (2 * H + 1) * 4
+    # layer_norm keeps its input and two statistics; torch's rms_norm, which is made of parts on a CPU, rows before and
+    # after the root and one statistic; ours for 16 bit the rows after it and the statistic in float32.
+    rms_norm = (2 * H + 1) * 4 if element == 4 else H * element + 4
+    norm = (H + 2) * element if options.get("norm") == "layernorm" else rms_norm
     return {
         "norms": 2 * token * norm,
         "inputs": 2 * token * H * element,  # of the two projections behind norms
