@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,18 @@ def _stages(job: Job) -> Iterator[Problem]:
     pp, chunks = job.layout.pp, job.layout.virtual_stages
     if isinstance(job.model, ModelConfig):
         yield from split.problems(job.layout.stages, layers=job.model.layers, pp=pp, chunks=chunks)
+        return
+    sys.path.append(str(Path.cwd()))
+    module = job.model.factory.partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ImportError:  # a package above it is missing
+        found = False
+    finally:
+        sys.path.pop()
+    if not found:
+        rule, fix = f"there is no module {module}", f"put it on PYTHONPATH or into {Path.cwd()}"
+        yield Problem(keys={"model.factory": job.model.factory}, rule=rule, fix=fix)
         return
     from rayformer.cell.model import load_model  # only a model of the user's own needs torch before the start
 

@@ -22,7 +22,8 @@ def prepare_process(job: Job, device: torch.device) -> None:
     On a CPU one thread is enough for that, and ``use_deterministic_algorithms`` would load the compiler, 1.5 seconds.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # else every full collection looks through all that was imported, 0.2 s
+    if gc.get_freeze_count() == 0:
+        gc.freeze()  # else every full collection looks through all that was imported, 0.2 s
     _keep_freed_memory()
     if device.type == "cuda" and job.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

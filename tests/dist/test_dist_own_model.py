@@ -76,6 +76,10 @@ def run_own(run_cells, corpus, folder):
     return run
 
 
+def numbers(curve):
+    return [number for pair in curve for number in pair]
+
+
 @pytest.fixture(scope="module")
 def alone(run_own):
     return run_own({}, 6)
@@ -91,9 +95,7 @@ def test_its_bits_do_not_depend_on_dp_and_pp(run_own, alone, layout):
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_tensor_parallelism_gives_its_curve_to_rounding(run_own, alone, layout):
     curve, _ = run_own(layout, 6)
-    assert [number for pair in curve for number in pair] == pytest.approx(
-        [number for pair in alone[0] for number in pair], rel=1e-5
-    )
+    assert numbers(curve) == pytest.approx(numbers(alone[0]), rel=1e-5)
 
 
 def test_it_trains_in_bf16_with_the_same_bits_over_dp_and_pp(run_own, alone):
@@ -109,9 +111,7 @@ def test_it_trains_in_bf16_with_the_same_bits_over_dp_and_pp(run_own, alone):
 def test_a_checkpoint_of_one_layout_goes_on_in_another(run_own, alone, tmp_path, written, read):
     first, _ = run_own(written, 3, str(tmp_path))
     second, final = run_own(read, 3, str(tmp_path), 3)
-    assert [number for pair in first + second for number in pair] == pytest.approx(
-        [number for pair in alone[0] for number in pair], rel=1e-5
-    )
+    assert numbers(first + second) == pytest.approx(numbers(alone[0]), rel=1e-5)
     if "tp" not in {**written, **read}:
         assert (first + second, final) == alone
 
@@ -253,10 +253,34 @@ def test_modules_that_would_make_the_layout_matter_are_refused(run_cells, corpus
 def test_modules_that_do_not_are_taken(run_cells, corpus, folder, more):
     name = f"taken_{abs(hash(more))}"
     (folder / f"{name}.py").write_text(module_text(f"return layers_with(section, lambda ctx: {more})"))
-    tree = own_job(corpus, {})
-    tree["model"] |= {"factory": f"{name}:build", "depth": 2}
-    (((_, second), _),) = run_cells(1, train_own, tree, str(folder), 2)
-    assert second[1] > 0
+    found = []
+    for layout in ({}, {"dp": 2, "pp": 2}, {"tp": 2}):
+        tree = own_job(corpus, layout)
+        tree["model"] |= {"factory": f"{name}:build", "depth": 2}
+        found.append(the_same_on_all(run_cells(world_of(tree), train_own, tree, str(folder), 2)))
+    assert found[0] == found[1]
+    assert numbers(found[2][0]) == pytest.approx(numbers(found[0][0]), rel=1e-5)
+
+
+def plain_parameters(member, tree, folder):
+    """A task: what this cell's plain modules were made with."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with open_cell(member, tree) as cell:
+        return {name: p.detach().numpy().copy() for name, p in cell.stage.named_parameters() if ".more." in name}
+
+
+def test_what_plain_modules_draw_is_keyed_by_seed_and_block(run_cells, corpus, folder):
+    (folder / "drawn.py").write_text(module_text("return layers_with(section, lambda ctx: nn.Linear(32, 32))"))
+
+    def drawn(seed):
+        tree = own_job(corpus, {}, run={"seed": seed})
+        tree["model"] |= {"factory": "drawn:build", "depth": 2}
+        weights = [value for value in run_cells(1, plain_parameters, tree, str(folder))[0].values() if value.ndim > 1]
+        return [tuple(value[0, :4].tolist()) for value in weights]
+
+    assert drawn(1) == drawn(1)
+    assert len({*drawn(1), *drawn(2)}) == 4
 
 
 def run_command(folder, *arguments):
