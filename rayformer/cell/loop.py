@@ -78,13 +78,18 @@ def train(
             yield saved
         if skipped_in_row == MAX_SKIPPED:
             raise RunError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, last in {', '.join(measured.nonfinite)};"
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, last in {_some(measured.nonfinite)};"
                 " lower optim.lr or look at the data of these steps"
             )
         if last:
             assert saved is not None
             yield _done(cell, step, saved)
             return
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}"
 
 
 def _save(cell: Cell, checkpoints: Path, step: int, consumed_samples: int) -> CheckpointSaved:

@@ -21,7 +21,11 @@ def load_model(section: ModelConfig | CustomModelConfig, base_dir: Path) -> tupl
     """
     if isinstance(section, ModelConfig):
         return decoder.build(section)
-    made = _factory(section, base_dir)(section)
+    try:
+        made = _factory(section, base_dir)(section)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        rule = f"it raised {type(error).__name__}: {error}"
+        raise _refused(section, rule, "give the section what the factory asks for, or mend the factory") from error
     fix = "return (blocks, loss), blocks being a list of rayformer.models.block.Block"
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Iterable) and callable(made[1])):
         raise _refused(section, f"it returned {type(made).__name__}, not a pair of blocks and a loss", fix)

@@ -10,6 +10,8 @@ import torch
 from rayformer.groups import Group
 from rayformer.optim.plan import Bucket
 
+MOST_NAMED = 100  # where everything is NaN, every cell has it in every parameter
+
 
 class Origins:
     """The largest element of each parameter's own gradient in one step, looked at only when something is wrong."""
@@ -30,4 +32,4 @@ class Origins:
         """``CELL PARAMETER`` for every cell that had a gradient of ``names`` not finite; all cells must call it."""
         bad = {name: None for name, largest in self._largest if name in names and not math.isfinite(float(largest))}
         found = [f"{at} {name}" for at, theirs in world.gather_values([cell, list(bad)]) for name in theirs]
-        return tuple(found) or tuple(names)  # finite parts may still add up to what is not
+        return tuple(found[:MOST_NAMED]) or tuple(names)  # finite parts may still add up to what is not

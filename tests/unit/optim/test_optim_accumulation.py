@@ -71,15 +71,15 @@ def uses():
 @pytest.mark.parametrize("use", uses())
 def test_small_gradients_of_bfloat16_parameters_are_not_lost(use):  # B71
     layer, x = uses()[use]
-    parameter = list(layer.parameters())[-1]  # of a layer norm the bias
+    weight = list(layer.parameters())[-1]  # of a layer norm the bias
     memory, grads = flat(list(layer.parameters()))
     for value in [1.0] + [SMALL] * 256:
         y = layer(x)
         y.backward(torch.full_like(y, value))
-    assert (parameter.dtype, y.dtype) == (torch.bfloat16, torch.bfloat16) and parameter.grad.dtype == torch.float32
-    assert parameter.grad.unique().tolist() == [1.5]
+    assert weight.dtype == y.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    assert weight.grad.unique().tolist() == [1.5]
     (total,) = reduced(memory, grads)
-    (slot,) = (slot for slot in memory.plan.slots if slot.name == parameter.spec.name)
+    (slot,) = (slot for slot in memory.plan.slots if slot.name == weight.spec.name)
     assert total[slot.start : slot.stop].unique().tolist() == [1.5]
     assert torch.tensor(1.0).bfloat16() + torch.tensor(SMALL).bfloat16() == 1.0
 
