@@ -4,8 +4,7 @@
     reduce_from       forward: all-reduce          backward: nothing
     gather_from       forward: join last dim       backward: keep the own part
     scatter_to        forward: keep own part       backward: join last dim
-    gather_sequence   forward: join sequence       backward: reduce-scatter along it
-    reduce_sequence   forward: reduce-scatter      backward: join sequence
+    reduce_sequence   forward: reduce-scatter along the sequence, backward: join it (its pair is ops.linear)
 
 Shapes: B batch, S sequence, t members. Sources: Shoeybi et al., Megatron-LM, https://arxiv.org/abs/1909.08053, and for
 the sequence Korthikanti et al., https://arxiv.org/abs/2205.05198
@@ -42,13 +41,6 @@ def gather_from(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tenso
 def scatter_to(x: torch.Tensor, tp: Group, sizes: Sequence[int]) -> torch.Tensor:
     """The own part of ``x`` [..., sum(sizes)], which every member holds whole."""
     return not_compiled(_ScatterTo.apply, x, tp, tuple(sizes))
-
-
-def gather_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
-    """Every member's part [B, S/t, ...] of the sequence, joined to [B, S, ...]."""
-    if tp.size == 1:
-        return x
-    return not_compiled(_GatherSequence.apply, x, tp)
 
 
 def reduce_sequence(x: torch.Tensor, tp: Group) -> torch.Tensor:
@@ -128,17 +120,6 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _joined(grad, ctx.tp, ctx.sizes), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: Group) -> torch.Tensor:
-        ctx.tp = tp
-        return gather_rows(x, tp)()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scatter_rows(grad, ctx.tp)(), None
 
 
 class _ReduceSequence(torch.autograd.Function):
