@@ -17,7 +17,7 @@ from rayformer.nn.context import Context, Parameter, own_parameters, parameter_s
 from rayformer.ops.dropout import Moment
 from rayformer.optim.adamw import ShardedAdamW
 from rayformer.optim.buffers import FlatParameters, GradBuffers
-from rayformer.optim.plan import BUCKET_ELEMENTS, BucketPlan, plan_buckets
+from rayformer.optim.plan import BUCKET_ELEMENTS, CPU_BUCKET_ELEMENTS, BucketPlan, plan_buckets
 from rayformer.optim.tree import owned_leaves
 from rayformer.shards import ParamSpec
 from rayformer.stages.channel import Channel
@@ -115,11 +115,12 @@ def build_cell(
     *,
     corpus_cache: Path,
     base_dir: Path = Path(),
-    bucket_elements: int = BUCKET_ELEMENTS,
+    bucket_elements: int | None = None,
 ) -> Cell:
     """Build the cell that ``groups`` belong to, with its initial weights.
 
-    Data is read only where it is needed; relative data paths start from ``base_dir``. Raises ConfigError for a model
+    Data is read only where needed; relative data paths start from ``base_dir``. ``bucket_elements`` are the fewest
+    of a bucket, by default what suits the device; bits do not depend on it. Raises ConfigError for a model
     that can't be built in this layout or on this device.
     """
     degrees, at, device = groups.layout, groups.cell, groups.device
@@ -143,7 +144,7 @@ def build_cell(
     plan = plan_buckets(
         [(name, p.numel()) for name, p in owned],
         dp=degrees.dp,
-        bucket_elements=bucket_elements,
+        bucket_elements=bucket_elements or (BUCKET_ELEMENTS if device.type == "cuda" else CPU_BUCKET_ELEMENTS),
         rooms={p.spec.name: p.spec.room(degrees.tp) for _, p in (*owned, *borrowed)},
         alone=[name for name, spec in specs.items() if spec.tied],
         borrowed=[(name, p.numel()) for name, p in borrowed],

@@ -15,6 +15,7 @@ from rayformer.errors import RunError
 from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport
 
 MAX_SKIPPED = 10
+MOST_TOLD = 50  # names in an error
 
 
 def train(
@@ -88,8 +89,8 @@ def train(
 
 
 def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
+    more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+    return f"{', '.join(names[:MOST_TOLD])}{more}"
 
 
 def _save(cell: Cell, checkpoints: Path, step: int, consumed_samples: int) -> CheckpointSaved:

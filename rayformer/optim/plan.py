@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 ALIGNMENT = 1024
 BUCKET_ELEMENTS = 4 * 2**20
+CPU_BUCKET_ELEMENTS = 2**18  # Gloo has little to gain from more, and less can hide behind the rest of backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
