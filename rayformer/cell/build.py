@@ -77,8 +77,7 @@ class Programs:
             [segment for slot in bucket.slots for segment in (borrowed if bucket.borrowed else where)[slot.name]]
             for bucket in plan.buckets
         ]
-        self._lowest_segment = [min(segments) for segments in used]
-        # A tied output layer may compute with its owner's memory, which is needed first elsewhere.
+        # Where forward first needs a bucket is where backward last adds to it.
         self._first_segment = [min(segments) for segments in used]
         self.train = lru_cache(self._train)
         self.evaluate = lru_cache(self._evaluate)
@@ -91,7 +90,7 @@ class Programs:
         program = with_reductions(
             programs[self._rank],
             leaf_of_microbatch=leaf_of,
-            lowest_segment=self._lowest_segment,
+            lowest_segment=self._first_segment,
             num_segments=self._num_segments,
             overlap=self._job.optim.overlap,
         )
