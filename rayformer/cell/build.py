@@ -68,6 +68,8 @@ class Programs:
     def __init__(self, job: Job, groups: Groups, stage: Stage, plan: BucketPlan, *, leaves: range) -> None:
         self._job, self._pp, self._rank = job, groups.layout.pp, groups.cell.pp
         self._leaves, self._num_segments = leaves, len(stage.segments)
+        wanted = groups.device.type == "cuda" if job.optim.overlap == "auto" else job.optim.overlap
+        self._overlap = wanted and groups.dp.size > 1
         where: dict[str, list[int]] = {}
         borrowed: dict[str, list[int]] = {}
         for parameter, segment in stage.segments_of_parameters().items():
@@ -92,7 +94,7 @@ class Programs:
             leaf_of_microbatch=leaf_of,
             lowest_segment=self._first_segment,
             num_segments=self._num_segments,
-            overlap=self._job.optim.overlap,
+            overlap=self._overlap,
         )
         return with_awaited_params(program, first_segment=self._first_segment, num_segments=self._num_segments)
 

@@ -16,7 +16,7 @@ import torch
 
 from rayformer.cell.build import Cell
 from rayformer.nn.context import refuse_same_names
-from rayformer.optim.norm import block_sums, tree_sum
+from rayformer.optim.norm import RangeSums, block_sums, tree_sum
 from rayformer.optim.plan import ALIGNMENT
 from rayformer.optim.tree import Fold, Node, owned_leaves
 from rayformer.stages.executor import Losses
@@ -51,6 +51,12 @@ class Meter:
         self._num_leaves = cell.job.batch.num_virtual_ranks
         dp = self._groups.dp
         self._dp_leaves = [len(owned_leaves(self._num_leaves, dp.size, d)) for d in range(dp.size)]
+        slots = {slot.name: slot for slot in self._plan.slots}
+        ranges = [(slots[name].start // ALIGNMENT, -(-slots[name].stop // ALIGNMENT)) for name in self._specs]
+        self._sums = RangeSums(ranges, dp.device)
+        # What tp replicates counts on its first rank only.
+        own = torch.tensor([spec.split is not None for spec in self._specs.values()], dtype=torch.bool)
+        self._counted = own.to(dp.device) if self._groups.tp.rank else None
         # The parameters of every stage, in model order; tp ranks have the same ones.
         self._stage_names: list[list[str]] = self._groups.model.gather_values(list(cell.specs))[:: cell.groups.tp.size]
         refuse_same_names([name for stage in self._stage_names for name in stage])
@@ -110,18 +116,11 @@ class Meter:
         return cells[-1, 0, : step_losses.numel()].view(2, -1), cells[:, :, step_losses.numel() :]
 
     def _parameter_squares(self, by_dp: torch.Tensor) -> torch.Tensor:
-        """The sum of squares of each own parameter, in model order; what tp replicates counts on its first rank."""
+        """The sum of squares of each own parameter, in model order."""
         buckets = [(bucket.stop - bucket.start) // ALIGNMENT // self._groups.dp.size for bucket in self._plan.owned]
         blocks = torch.cat([part.reshape(-1) for part in by_dp.split(buckets, dim=1)])  # in flat order
-        found = {
-            slot.name: tree_sum(blocks[slot.start // ALIGNMENT : -(-slot.stop // ALIGNMENT)])
-            for slot in self._plan.slots
-        }
-        counted = self._groups.tp.rank == 0
-        zero = blocks.new_zeros(())
-        return torch.stack(
-            [found[name] if counted or spec.split is not None else zero for name, spec in self._specs.items()]
-        )
+        sums = self._sums(blocks)
+        return sums if self._counted is None else torch.where(self._counted, sums, 0.0)
 
     def _fold_losses(self, step_losses: torch.Tensor, per_leaf: int) -> tuple[float, int]:
         """The sum of all token losses, in the order of additions of the gradients, and the token count."""

@@ -47,8 +47,12 @@ class OptimConfig(Section):
     zero: Literal[0, 1] = Field(
         1, description="1 divides the optimizer state over dp; 0 keeps a whole copy in every replica."
     )
-    overlap: bool = Field(
-        True, description="Whether gradients are reduced while the last backward still runs; the bits are the same."
+    overlap: bool | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Whether gradients are reduced while the last backward still runs; the bits are the same. auto: on GPUs;"
+            " on CPUs the threads that carry the messages take the cores from backward."
+        ),
     )
 
     @property

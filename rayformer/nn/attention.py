@@ -75,19 +75,17 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.qkv(x)
         batch, seq, _ = rows.shape
-        rows = rows.view(batch, seq, -1, self.group_queries + 2, self.head_dim)  # B S G Q+2 D
-        heads = self.group_queries + 1  # queries and the key
+        # B G Q+2 S D: the memory stays as it is, and so does that of everything elementwise made of it
+        rows = rows.view(batch, seq, -1, self.group_queries + 2, self.head_dim).permute(0, 2, 3, 1, 4)
+        qk, v = rows.split([self.group_queries + 1, 1], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = rows.split([self.group_queries, 1, 1], dim=3)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=3)
-            if self._rotary is not None:
-                qk = self._rotary.turn(qk)
-        elif self._rotary is not None:
-            qk, v = self._rotary.turn_first(rows, heads)
-        else:
-            qk, v = rows.split([heads, 1], dim=3)
-        q, k = qk.split([self.group_queries, 1], dim=3)
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # B G*Q S D, B G S D
+            q, k = qk.split([self.group_queries, 1], dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+        if self._rotary is not None:
+            qk = self._rotary.turn(qk)
+        q, k = qk.split([self.group_queries, 1], dim=2)
+        q = q.permute(0, 3, 1, 2, 4).flatten(2, 3).transpose(1, 2)  # B G*Q S D, heads next to each other in memory
+        k, v = k.flatten(1, 2), v.flatten(1, 2)  # B G S D
         y = self._core(q, k, v)
         return self.out(y.transpose(1, 2).reshape(batch, seq, -1))
 

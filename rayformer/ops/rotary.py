@@ -14,39 +14,28 @@ from rayformer.config.model import RopeScaling
 
 
 class Rotary:
-    """Turns queries and keys by their positions; the angles are computed once for each length of sequence.
-
-    Tables are as wide as a group: a factor that is broadcast over single heads costs three times as much on a CPU.
-    """
+    """Turns queries and keys by their positions; the angles are computed once for each length of sequence."""
 
     def __init__(self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> None:
         self._frequencies = _frequencies(head_dim, theta, scaling)
         self._tables: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [B, S, G, R, D], turned at every position of S, from 0."""
-        y, _ = self.turn_first(x, x.shape[3])
-        return y
-
-    def turn_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``count`` rows of each group in ``x`` [B, S, G, R, D], turned, and the rest as they are."""
-        key = (x.shape[1], count, x.dtype)
+        """``x`` [..., S, D], turned at every position of S, from 0."""
+        key = (x.shape[-2], x.dtype, x.device)
         tables = self._tables.get(key)
         if tables is None:
-            tables = self._tables[key] = self._tables_for(x, count)
+            tables = self._tables[key] = self._tables_for(x)
         cos, sin = tables
-        first, rest = x.split([count, x.shape[3] - count], dim=3)
-        swapped = x.roll(x.shape[4] // 2, -1)[:, :, :, :count]  # of all rows, since they lie together
-        return torch.addcmul(first * cos, swapped, sin), rest
+        first, second = x.chunk(2, dim=-1)
+        return torch.addcmul(x * cos, torch.cat([second, first], dim=-1), sin)
 
-    def _tables_for(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [S, 1, count, D] of the angles position * frequency, the first half of sines negated."""
-        seq, width = x.shape[1], x.shape[4]
-        angles = torch.arange(seq).float().unsqueeze(-1) * self._frequencies
+    def _tables_for(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [S, D] of the angles position * frequency, the first half of sines negated."""
+        angles = torch.arange(x.shape[-2]).float().unsqueeze(-1) * self._frequencies
         cos, sin = angles.cos(), angles.sin()
-        narrow = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        wide = (table.view(seq, 1, 1, width).expand(seq, 1, count, width) for table in narrow)
-        cos, sin = (table.to(x.device, x.dtype).contiguous() for table in wide)
+        tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        cos, sin = (table.to(x.device, x.dtype) for table in tables)
         return cos, sin
 
 

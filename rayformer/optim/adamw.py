@@ -61,18 +61,14 @@ class ShardedAdamW:
         self._gathers: dict[int, Ticket] = {}
         self._exp_avgs = self._zeros()
         self._exp_avg_sqs = self._zeros()
+        self._decaying, self._constant = self._ranges(True), self._ranges(False)
         self.num_updates = 0
         self.loss_scale = LossScale.initial(precision)
 
     def update(self, grads: Sequence[torch.Tensor], *, lr: float, weight_decay: float) -> None:
         """One AdamW update with ``grads``, one per owned bucket over the owned range."""
         section = self._section
-        for decay, decays in ((weight_decay, True), (0.0, False)):
-            ranges = [
-                (i, lo, hi)
-                for i, bucket in enumerate(self._plan.owned)
-                for lo, hi in self._segments(bucket, self.owned[i], decays)
-            ]
+        for ranges, decay in ((self._decaying, weight_decay), (self._constant, 0.0)):
             if not ranges:
                 continue
             masters, gradients, exp_avgs, exp_avg_sqs = (
@@ -159,14 +155,26 @@ class ShardedAdamW:
                         value = tensors[i][at].view(piece.box.shape)
                         yield StateShard(tensor=tensor_name(slot.name, kind), box=piece.box, value=value)
 
-    def _segments(self, bucket: Bucket, owned: tuple[int, int], decays: bool) -> Iterator[tuple[int, int]]:
-        """The runs of the owned range, relative to it, whose parameters do or do not decay; cut at blocks only."""
-        for slot in bucket.slots:
-            if self._specs[slot.name].decay == decays:
-                start = max(slot.start, owned[0])
-                stop = min(slot.start + -(-slot.numel // ALIGNMENT) * ALIGNMENT, owned[1])
-                if start < stop:
-                    yield start - owned[0], stop - owned[0]
+    def _ranges(self, decays: bool) -> list[tuple[int, int, int]]:
+        """Where parameters that do or do not decay lie in what is owned, as few and as long ranges as can be.
+
+        Each is (bucket, start, stop), relative to the owned range and cut at blocks only.
+        """
+        ranges: list[tuple[int, int, int]] = []
+        for i, (bucket, (lo, hi)) in enumerate(zip(self._plan.owned, self.owned)):
+            for slot in bucket.slots:
+                if self._specs[slot.name].decay != decays:
+                    continue
+                start, stop = (
+                    max(slot.start, lo) - lo,
+                    min(slot.start + -(-slot.numel // ALIGNMENT) * ALIGNMENT, hi) - lo,
+                )
+                if start >= stop:
+                    continue
+                if ranges and ranges[-1][0] == i and ranges[-1][2] == start:
+                    start = ranges.pop()[1]
+                ranges.append((i, start, stop))
+        return ranges
 
     def _range(self, bucket: Bucket) -> tuple[int, int]:
         return self._plan.shard(bucket, self._dp.rank) if self._section.zero == 1 else (bucket.start, bucket.stop)

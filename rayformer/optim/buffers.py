@@ -79,6 +79,7 @@ class GradBuffers:
         self._device = next((p.device for _, p in self._views), torch.device("cpu"))
         self._free: list[torch.Tensor] = []
         self._open: torch.Tensor | None = None
+        self._viewed: torch.Tensor | None = None
         self._fold: Fold[torch.Tensor] = Fold(num_leaves, self._add)
         self.num_buffers = 0
 
@@ -116,5 +117,7 @@ class GradBuffers:
         else:
             self.num_buffers += 1
             self._open = torch.zeros(self._plan.numel, dtype=torch.float32, device=self._device)
-        for slot, parameter in self._views:
-            parameter.grad = self._open[slot.start : slot.stop].view(parameter.shape)
+        if self._open is not self._viewed:
+            self._viewed = self._open
+            for slot, parameter in self._views:
+                parameter.grad = self._open[slot.start : slot.stop].view(parameter.shape)

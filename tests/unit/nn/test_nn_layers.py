@@ -58,11 +58,6 @@ def attention(kv_heads, **options):
     )
 
 
-def turned_heads(rotary, x):
-    """``x`` [B, heads, S, D], turned."""
-    return rotary.turn(x.transpose(1, 2).unsqueeze(2)).squeeze(2).transpose(1, 2)
-
-
 def near(found, expected, tolerance=1e-5):
     found, expected = found.detach().numpy(), expected.detach().numpy()
     assert found.shape == expected.shape
@@ -109,7 +104,7 @@ def test_rotary_is_that_of_transformers(head_dim, theta):
     expected = apply_rotary_pos_emb(q, k, *theirs(q, torch.arange(33)[None]))
     ours = Rotary(head_dim, theta=theta)
     for x, turned in zip((q, k), expected):
-        near(turned_heads(ours, x), turned, 1e-6)
+        near(ours.turn(x), turned, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -134,28 +129,21 @@ def test_stretched_positions_are_those_of_transformers(scaling, parameters):
     x = random(1, 2, 99, 32)
     cos, sin = LlamaRotaryEmbedding(section)(x, torch.arange(99)[None])
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    near(turned_heads(Rotary(32, theta=500.0, scaling=scaling), x), expected, 2e-5)
+    near(Rotary(32, theta=500.0, scaling=scaling).turn(x), expected, 2e-5)
 
 
 def test_rotary_angles_are_position_times_frequency():
-    x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 1001, 1, 1, 4)  # element 0 turns together with element 2
-    turned = Rotary(4, theta=100.0).turn(x)[0, :, 0, 0]
+    x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 1, 1001, 4)  # element 0 turns together with element 2
+    turned = Rotary(4, theta=100.0).turn(x)[0, 0]
     for position in (0, 1, 1000):
         fast, slow = position, position / 10
         expected = [np.cos(fast), -2 * np.sin(slow), np.sin(fast), 2 * np.cos(slow)]
         np.testing.assert_allclose(turned[position].numpy(), expected, atol=1e-4)
 
 
-def test_the_rest_of_a_group_is_not_turned():
-    x = random(1, 5, 2, 3, 8)
-    turned, rest = Rotary(8, theta=100.0).turn_first(x, 2)
-    assert torch.equal(rest, x[..., 2:, :])
-    assert torch.equal(turned, Rotary(8, theta=100.0).turn(x[..., :2, :].contiguous()))
-
-
 def test_turning_has_the_gradient_of_its_formula():
-    x = random(1, 3, 2, 3, 4).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: Rotary(4, theta=100.0).turn_first(x, 2), (x,), atol=1e-4)
+    x = random(1, 2, 3, 4).double().requires_grad_()
+    assert torch.autograd.gradcheck(Rotary(4, theta=100.0).turn, (x,), atol=1e-4)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])

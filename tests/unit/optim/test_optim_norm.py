@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayformer.optim.norm import block_sums, tree_sum
+from rayformer.optim.norm import RangeSums, block_sums, tree_sum
 
 
 def gradients(num_blocks, seed=0):
@@ -73,3 +73,15 @@ def test_a_value_that_is_not_finite_shows_in_its_block(value):
 def test_a_part_of_a_block_is_refused():
     with pytest.raises(RuntimeError):
         block_sums(torch.zeros(1500))
+
+
+def test_ranges_sum_as_one_by_one():
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    values[17] = math.inf
+    ranges = [(3, 4), (0, 3), (4, 17), (17, 18), (18, 900), (900, 903), (903, 1000), (5, 5)]
+    sums = RangeSums(ranges, values.device)(values)
+    assert sums.tolist() == [tree_sum(values[start:stop]).item() for start, stop in ranges]
+
+
+def test_no_ranges_have_no_sums():
+    assert RangeSums([], torch.device("cpu"))(torch.rand(3)).shape == (0,)
