@@ -1,13 +1,14 @@
 """Tokens/s of rayformer against plain PyTorch at the same layout, in turn in one run.
 
-    python benchmarks/throughput.py [--rounds 9] [--seconds 2.5] [--size small|large] [--only NAME ...]
+    python benchmarks/throughput.py [--rounds 15] [--seconds 2] [--size small|large] [--only NAME ...]
 
 For each peer of peers.py both sides are started, warmed up, and then run in turn for some seconds each, in alternating
 order, while every process of the other is stopped. Both start from the same weights and read the same samples; the
 losses of the first 40 common steps must agree to 1e-4, or the run is void. (Then rounding grows: after 100 steps DDP
 and FSDP2 are 3e-5 apart and both 2e-4 from us, so from there on 1e-2 must do.)
 
-A round's ratio is ours over the peer's; the figure is the median of the rounds, and their geometric mean over the
+Slots are short, so that what disturbs the machine for seconds falls on both sides. A round's ratio is ours over the
+peer's; the figure is the median of the rounds, and their geometric mean over the
 peers. Beside it stands the ratio of both sides' fastest slots, which a busy neighbour disturbs less. One thread per
 process. Writes benchmarks/results/throughput[-large]-DATE.json unless only some peers ran.
 """
@@ -34,8 +35,8 @@ CHECKED_STEPS, MAX_DIFFERENCE, MAX_LATE_DIFFERENCE = 40, 1e-4, 1e-2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="slots of each side")
-    parser.add_argument("--seconds", type=float, default=2.5, help="length of a slot, at least one step")
+    parser.add_argument("--rounds", type=int, default=15, help="slots of each side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a slot, at least one step")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--only", action="append", choices=list(PEERS))
     options = parser.parse_args()

@@ -56,6 +56,10 @@ class CheckpointError(RayformerError):
     """A checkpoint is incomplete, damaged, or does not hold what is asked of it."""
 
 
+class SnapshotError(RayformerError):
+    """A snapshot in a holder's memory is gone or not whole; another place may have it."""
+
+
 class CollectiveError(RayformerError):
     """A collective or a message could not complete, mostly because another cell is gone."""
 

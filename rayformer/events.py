@@ -64,14 +64,16 @@ CellEvent = StepReport | CheckpointSaved | CellDone
 class CellError:
     """Why a cell failed.
 
-    ``kind`` ranks the causes: ``died`` (its process), ``raised`` (its own error), ``silent`` (it did not answer),
-    ``collateral`` (it lost a peer).
+    ``kind`` ranks the causes: ``node`` (its node is gone), ``died`` (its process), ``raised`` (its own error),
+    ``silent`` (it made no progress, or did not answer), ``collateral`` (it lost a peer). A ``final`` error would only
+    come again: it is not repaired.
     """
 
     cell: str
     worker: str
-    kind: Literal["died", "raised", "silent", "collateral"]
+    kind: Literal["node", "died", "raised", "silent", "collateral"]
     message: str
+    final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

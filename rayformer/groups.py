@@ -26,18 +26,23 @@ from rayformer.layout import Cell, Layout
 Op = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _PAIR, _NEVER_SENT = 2**31 - 2, 2**31 - 1  # tags
+CONNECT_S = 5.0  # seconds that a connection may take to come about, when everybody is there
 GROUP_AXES = (("tp",), ("dp",), ("pp",), ("tp", "pp"), ("tp", "cp", "dp", "pp"))
 
 
-class _Both:
-    """Two Works as one."""
+class _Messages:
+    """Sends and receives as one Work. On Gloo their timeout is that of connecting, unless a wait names its own."""
 
-    def __init__(self, first: Any, second: Any) -> None:
-        self._works = [first, second]
+    def __init__(self, works: list[Any], timeout: timedelta | None) -> None:
+        self._works, self._timeout = works, timeout
 
     def wait(self) -> None:
         while self._works:
-            self._works.pop().wait()
+            work = self._works.pop()
+            if self._timeout is None:
+                work.wait()
+            else:
+                work.wait(self._timeout)
 
 
 class Ticket:
@@ -63,8 +68,9 @@ class Communicator:
     ``waited_s`` are the seconds that threads of this process have been blocked in waits: what communication cost them.
     """
 
-    def __init__(self, ranks: Sequence[int], backend: Any) -> None:
+    def __init__(self, ranks: Sequence[int], backend: Any, *, timeout: timedelta | None = None) -> None:
         self.ranks = tuple(ranks)
+        self.timeout = timeout
         self.waited_s = 0.0
         self._backend = backend
         self._works: dict[int, Any] = {}
@@ -221,11 +227,11 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Ticket:
         """Send ``tensor`` to member ``to``; it must not change until the ticket has been waited for."""
-        return self._start("send", tensor, lambda backend: backend.send([tensor], to, tag))
+        return self._start("send", tensor, lambda backend: self._messages(backend.send([tensor], to, tag)))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Ticket:
         """Receive into ``tensor`` what member ``source`` sends under ``tag``, in the order of sending."""
-        return self._start("recv", tensor, lambda backend: backend.recv([tensor], source, tag))
+        return self._start("recv", tensor, lambda backend: self._messages(backend.recv([tensor], source, tag)))
 
     def gather_values(self, value: Any) -> list[Any]:
         """Every member's ``value``, which must be representable in JSON, in rank order."""
@@ -252,8 +258,11 @@ class Group:
         return self._start(
             name,
             handed,
-            lambda backend: _Both(backend.send([sent], peer, _PAIR), backend.recv([received], peer, _PAIR)),
+            lambda backend: self._messages(backend.send([sent], peer, _PAIR), backend.recv([received], peer, _PAIR)),
         )
+
+    def _messages(self, *works: Any) -> _Messages:
+        return _Messages(list(works), self._communicator.timeout)
 
     def _start(self, name: str, tensor: torch.Tensor, operation: Callable[[Any], Any]) -> Ticket:
         if self.size == 1:
@@ -286,9 +295,12 @@ class StoreClients:
         return self._clients[:number]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Groups:
-    """All groups that one cell of one generation is a member of."""
+    """All groups that one cell is a member of. ``generation`` is that of the communicators behind them.
+
+    The Group objects stay what they are when ``renew`` connects them anew: whoever holds one needs no other.
+    """
 
     layout: Layout
     cell: Cell
@@ -334,41 +346,81 @@ class Groups:
         device: torch.device,
         address: str = "127.0.0.1",
         timeout_s: float = 120.0,
+        connect_s: float = CONNECT_S,
+        is_aborted: Callable[[], bool] = bool,
     ) -> Groups:
         """Connect every group of ``rank``, different ones at the same time.
 
         Run and generation are part of every key in ``store``, which may be None if the layout has one cell.
-        ``address`` is where this process listens.
+        ``address`` is where this process listens. Nobody connects before all are here, for ``timeout_s`` at most; a
+        connection must then come about within ``connect_s``. Raises CollectiveError, also when ``is_aborted`` says so
+        while others are awaited.
         """
-        memberships = {axes: layout.group_of(rank, *axes) for axes in GROUP_AXES}
-
-        def connect(ranks: tuple[int, ...], client: dist.Store | None) -> Communicator:
-            if client is None:
-                return Communicator(ranks, None)
-            keys = dist.PrefixStore(f"{run}/g{generation}/{'-'.join(map(str, ranks))}", client)
-            return Communicator(ranks, _backend(keys, ranks.index(rank), len(ranks), device, address, timeout_s))
-
-        members = sorted(set(memberships.values()), key=len)
-        num_alone = sum(len(ranks) == 1 for ranks in members)
-        assert num_alone == len(members) or store is not None, "several cells need a store to meet in"
-        clients = [None] * num_alone + (store.take(len(members) - num_alone) if store is not None else [])
-        with ThreadPoolExecutor(max_workers=len(members)) as pool:
-            try:
-                communicators = dict(zip(members, pool.map(connect, members, clients)))
-            except RuntimeError as error:
-                raise CollectiveError(
-                    f"the groups of generation {generation} could not form within {timeout_s:g} s: {error}"
-                ) from error
-        return cls(
+        groups = cls(
             layout=layout,
             cell=layout.cell(rank),
             generation=generation,
             device=device,
             by_axes={
-                axes: Group(axes=axes, communicator=communicators[ranks], rank=ranks.index(rank), device=device)
-                for axes, ranks in memberships.items()
+                axes: Group(axes=axes, communicator=Communicator(ranks, None), rank=ranks.index(rank), device=device)
+                for axes, ranks in _memberships(layout, rank).items()
             },
         )
+        groups.renew(
+            generation=generation,
+            run=run,
+            store=store,
+            address=address,
+            timeout_s=timeout_s,
+            connect_s=connect_s,
+            is_aborted=is_aborted,
+        )
+        return groups
+
+    def renew(
+        self,
+        *,
+        generation: int,
+        run: str,
+        store: StoreClients | None,
+        address: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+        connect_s: float = CONNECT_S,
+        is_aborted: Callable[[], bool] = bool,
+    ) -> None:
+        """Connect the same groups as those of ``generation``, as ``form`` does; what was there is let go."""
+        self.abort()
+        rank = self.layout.rank(self.cell)
+        memberships = _memberships(self.layout, rank)
+        members = sorted(set(memberships.values()), key=len)
+        num_alone = sum(len(ranks) == 1 for ranks in members)
+        assert num_alone == len(members) or store is not None, "several cells need a store to meet in"
+        clients = [None] * num_alone + (store.take(len(members) - num_alone) if store is not None else [])
+        space = f"{run}/g{generation}"
+        if store is not None and self.layout.world > 1:
+            _meet(store.first, f"{space}/here", self.layout.world, timeout_s=timeout_s, is_aborted=is_aborted)
+
+        def connect(ranks: tuple[int, ...], client: dist.Store | None) -> Communicator:
+            if client is None:
+                return Communicator(ranks, None)
+            keys = dist.PrefixStore(f"{space}/{'-'.join(map(str, ranks))}", client)
+            backend = _backend(keys, ranks.index(rank), len(ranks), self.device, address, timeout_s, connect_s)
+            timeout = timedelta(seconds=timeout_s) if self.device.type == "cpu" else None
+            return Communicator(ranks, backend, timeout=timeout)
+
+        with ThreadPoolExecutor(max_workers=len(members)) as pool:
+            try:
+                communicators = dict(zip(members, pool.map(connect, members, clients)))
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"the groups of generation {generation} could not form within {connect_s:g} s: {error}"
+                ) from error
+        self.generation = generation
+        for axes, group in self.by_axes.items():
+            group._communicator = communicators[memberships[axes]]
+        if is_aborted():
+            self.abort()
+            raise CollectiveError(f"generation {generation} was aborted while its groups formed")
 
     def abort(self) -> None:
         """Let every group go, each in its own thread; callable from any thread, at any time, more than once."""
@@ -379,6 +431,22 @@ class Groups:
         self.abort()
 
 
+def _memberships(layout: Layout, rank: int) -> dict[tuple[str, ...], tuple[int, ...]]:
+    return {axes: layout.group_of(rank, *axes) for axes in GROUP_AXES}
+
+
+def _meet(store: dist.Store, key: str, world: int, *, timeout_s: float, is_aborted: Callable[[], bool]) -> None:
+    """Return when ``world`` processes have come to ``key``. A connection that waits for one can't be called back."""
+    until, pause_s = time.monotonic() + timeout_s, 0.001
+    here = store.add(key, 1)
+    while here < world:
+        if is_aborted() or time.monotonic() > until:
+            raise CollectiveError(f"only {here} of {world} cells came to {key}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+        here = store.add(key, 0)
+
+
 def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
@@ -387,14 +455,25 @@ def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
         thread.join()
 
 
-def _backend(store: dist.Store, rank: int, size: int, device: torch.device, address: str, timeout_s: float) -> Any:
+def _backend(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str,
+    timeout_s: float,
+    connect_s: float,
+) -> Any:
     timeout = timedelta(seconds=timeout_s)
-    store.set_timeout(timeout)
     if device.type == "cuda":
+        store.set_timeout(timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
+    store.set_timeout(timedelta(seconds=connect_s))
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=connect_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend.set_timeout(timeout)
+    return backend

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ray.actor import ActorHandle
 
 from rayformer.cell.plan import RunPlan
+from rayformer.control.restore import Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """One cell of one generation. The store's ``store_host:store_port`` is where the cells of it meet."""
+    """One cell of one generation. The store's ``store_host:store_port`` is where the cells of it meet.
+
+    ``holder`` keeps the memory of the worker's node. ``step`` and ``source`` are what to go on from; ``folder`` is the
+    checkpoint if that is the source, None for the initial state, and ``copies`` the holder if it is a second one.
+    ``goes_on`` is false in the first generation of an attempt.
+    """
 
     plan: RunPlan
     generation: int
@@ -18,3 +27,34 @@ class Assignment:
     store_host: str
     store_port: int
     loopback: bool
+    holder: ActorHandle | None = None
+    step: int = 0
+    source: Source = "checkpoint"
+    folder: Path | None = None
+    copies: ActorHandle | None = None
+    goes_on: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A cell is ready: where its parameters lie, and what its restoring took.
+
+    ``moved_bytes`` are those of masters and moments taken from memory, ``disk_bytes`` from files, ``gather_bytes`` of
+    parameters that came from other replicas.
+    """
+
+    worker: str
+    pid: int
+    node: str
+    param_addr: int
+    moved_bytes: int = 0
+    disk_bytes: int = 0
+    gather_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stood:
+    """A cell stands still: after which step its state is whole, None where it is not."""
+
+    step: int | None

@@ -1,18 +1,19 @@
 """The controller: a detached, async actor that owns the workers of one run and carries out what the machine decides.
 
-Workers and placement groups are its children, so a killed driver loses nothing and a dead controller leaks nothing.
-Everything is journaled before it is done.
+Workers, holders and placement groups are its children, so a killed driver loses nothing and a dead controller leaks
+nothing. Everything is journaled before it is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,36 +21,56 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from rayformer.actors.assignment import Assignment
-from rayformer.actors.placement import Placement, cell_resources
-from rayformer.actors.worker import Worker
+from rayformer.actors.crew import Crew, Hand
+from rayformer.actors.holder import Sight
+from rayformer.actors.incident import Incident
 from rayformer.cell.plan import RunPlan
+from rayformer.control.journal import attempt_entry, entry_of
 from rayformer.control.machine import Machine
 from rayformer.control.messages import (
     Abort,
     AskStop,
+    CellBroke,
+    CellDrained,
     CellEnded,
     CellFailed,
+    CellLost,
+    CellPlaced,
     CellReady,
+    CellStalled,
     Command,
     ControllerFailed,
     DeadlinePassed,
     Event,
     Grant,
+    Join,
     Kill,
+    NoRoom,
     Placed,
     PlacementFailed,
+    Replace,
+    SaveHeld,
     SetUp,
     StopAsked,
+    Survey,
+    Surveyed,
+    Wait,
+    WaitOver,
 )
-from rayformer.control.states import END_STATES, Failed, Finished, Member, Running, Starting
-from rayformer.errors import CollectiveError
+from rayformer.control.policy import Budget
+from rayformer.control.restore import Held, Holdings, Restore, Source
+from rayformer.control.stall import Seen, Stall, StallJudge
+from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Restoring, Running, Starting, State
+from rayformer.errors import RayformerError, RunError, SnapshotError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
 from rayformer.observe.display import NoDisplay
 from rayformer.observe.recorder import Recorder
 
-GENERATION = 1
-logger = logging.getLogger("rayformer.controller")
+FIRST_GENERATION = 1
 LINGER_S = 60.0
+LOOK_EVERY_S = 0.2
+SURVEY_S = 5.0
+logger = logging.getLogger("rayformer.controller")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +89,14 @@ class Membership:
     members: dict[str, Member]
 
 
-Shown = StepReport | CheckpointSaved | Membership | RunEnded
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One repair is over: the values of the journal's line."""
+
+    values: dict[str, Any]
+
+
+Shown = StepReport | CheckpointSaved | Membership | Recovered | RunEnded
 
 
 class Controller:
@@ -79,20 +107,29 @@ class Controller:
         job = plan.job
         self._layout = job.layout.degrees
         self._names = [str(cell) for cell in self._layout.cells()]
-        self._machine = Machine(Starting(generation=GENERATION, cells=tuple(self._names)))
+        budget = Budget(max_failures=job.recovery.max_failures)
+        self._machine = Machine(Starting(generation=FIRST_GENERATION, cells=tuple(self._names), budget=budget))
         self._recorder = Recorder(plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=NoDisplay())
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._shown: asyncio.Queue[Shown] = asyncio.Queue()
-        self._workers: dict[str, ActorHandle] = {}
-        self._placement: Placement | None = None
+        self._crew = Crew(plan, device, self._on_death)
         self._store: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[str, asyncio.Task[None]] = {}  # in which each cell is
+        self._waiting: asyncio.Task[None] | None = None
+        self._told = (0, 0)  # generation and step of the last report
+        self._checkpoint = plan.done_steps, plan.start_from
+        self._incident: Incident | None = None
+        self._second_holder: dict[str, ActorHandle] = {}
+        self._judge = StallJudge(None if job.recovery.stall_s == "auto" else job.recovery.stall_s)
 
     def __repr__(self) -> str:
         return f"Controller({self._plan.job.run.name})"
 
     async def run(self) -> None:
         """Place, set up, run and clean up. When the run is over and no driver ends this process, it ends itself."""
+        assert isinstance(self._machine.state, Starting)
+        self._recorder.journal(attempt_entry(self._machine.state))
         self._spawn(self._place())
         while not isinstance(self._machine.state, END_STATES):
             event = await self._inbox.get()
@@ -100,9 +137,8 @@ class Controller:
                 self._handle(event)
             except Exception as error:
                 logger.exception("could not handle %s", event)
-                failed = ControllerFailed(generation=GENERATION, message=_shown_error(error))
-                for command in self._machine.advance(failed):  # not journaled: it may be the journal that failed
-                    self._carry_out(command)
+                failed = ControllerFailed(generation=self._generation, message=_shown_error(error))
+                self._machine.advance(failed)  # not journaled: it may be the journal that failed
         self._end()
         await asyncio.sleep(LINGER_S)
         ray.actor.exit_actor()
@@ -117,117 +153,286 @@ class Controller:
 
     async def stop(self, by: str) -> None:
         """Ask for a checkpoint and then the end."""
-        self._inbox.put_nowait(StopAsked(generation=self._machine.state.generation, by=by))
+        self._inbox.put_nowait(StopAsked(generation=self._generation, by=by))
 
-    async def progress(self) -> dict[str, dict[str, object]]:
-        """What every cell is doing now, by cell."""
-        answers = await asyncio.gather(*(worker.progress.remote() for worker in self._workers.values()))
-        return dict(zip(self._workers, answers))
+    @property
+    def _generation(self) -> int:
+        return self._machine.state.generation
 
     def _handle(self, event: Event) -> None:
-        self._journal("event", event)
+        self._recorder.journal(entry_of(event))
         before = self._machine.state
         commands = self._machine.advance(event)
         after = self._machine.state
-        if isinstance(after, Running) and isinstance(before, Starting):
+        self._time_incident(before, after)
+        if isinstance(after, Running) and not isinstance(before, Running):
             self._announce(after)
         for command in commands:
-            self._journal("command", command)
+            self._recorder.journal(entry_of(command))
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case SetUp():
-                for rank, cell in enumerate(self._names):
-                    self._spawn(self._set_up(rank, cell))
-            case Grant():
+            case SetUp(generation=generation):
                 for cell in self._names:
-                    self._spawn(self._follow(cell))
+                    self._calls[cell] = self._spawn(self._join(cell, self._assignment(cell, generation)))
+            case Join(generation=generation, restore=restore, pause_s=pause_s):
+                self._spawn(self._join_all(generation, restore, pause_s))
+            case Grant(generation=generation):
+                self._judge.start_generation()
+                for cell in self._names:
+                    self._calls[cell] = self._spawn(self._follow(cell, generation))
+                self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
             case AskStop(generation=generation):
-                for worker in self._workers.values():
-                    worker.ask_stop.remote(generation)
-            case Abort(generation=generation, seconds=seconds):
-                for worker in self._workers.values():
-                    worker.abort.remote(generation)
-                self._spawn(self._deadline(generation, seconds))
+                for hand in self._crew.owners.values():
+                    hand.actor.ask_stop.remote(generation)
+            case Abort(generation=generation, cells=cells, seconds=seconds):
+                for cell in cells:
+                    self._spawn(self._abort(cell, generation))
+                self._spawn(self._after(seconds, DeadlinePassed(generation=generation)))
             case Kill(cells=cells):
                 for cell in cells:
-                    if cell in self._workers:
-                        ray.kill(self._workers[cell])
+                    if cell in self._crew.owners:
+                        ray.kill(self._crew.owners[cell].actor)
+            case Replace(generation=generation, cells=cells):
+                for cell in cells:
+                    self._spawn(self._replace(cell, generation))
+            case Survey(generation=generation, number=number):
+                self._spawn(self._survey(generation, number))
+            case Wait(generation=generation):
+                if self._waiting is not None:
+                    self._waiting.cancel()
+                wait = self._after(self._plan.job.cluster.wait_s, WaitOver(generation=generation))
+                self._waiting = self._spawn(wait)
+            case SaveHeld(generation=generation, restore=restore):
+                self._spawn(self._save_held(generation, restore))
 
     async def _place(self) -> None:
         """Find room for every cell, start its actor, and open the store where they will meet."""
-        job = self._plan.job
-        resources = cell_resources(self._device, self._layout.world)
-        self._placement = Placement(self._layout, resources, job.run.name)
-        missing = await self._placement.wait(job.cluster.wait_s)
-        if missing is not None:
-            self._inbox.put_nowait(PlacementFailed(generation=GENERATION, missing=missing))
-            return
-        remote = ray.remote(concurrency_groups={"control": 2, "tether": 1})(Worker)
-        for rank, cell in enumerate(self._layout.cells()):
-            name = _worker_name(rank)
-            self._workers[str(cell)] = remote.options(
-                name=f"{job.run.name}/{name}",
-                num_cpus=resources.num_cpus,
-                num_gpus=resources.num_gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=self._placement.strategy(cell),
-            ).remote(name, str(self._plan.files.logs / f"{name}.log"))
-        for cell in self._names:
-            self._spawn(self._tether(cell))
         self._store = await asyncio.to_thread(_open_store, self._host)
-        self._inbox.put_nowait(Placed(generation=GENERATION))
+        missing = await self._crew.start(self._plan.job.cluster.wait_s)
+        if missing is not None:
+            self._inbox.put_nowait(PlacementFailed(generation=FIRST_GENERATION, missing=missing))
+            return
+        self._spawn(self._watch())
+        self._inbox.put_nowait(Placed(generation=FIRST_GENERATION))
 
-    async def _set_up(self, rank: int, cell: str) -> None:
-        assignment = Assignment(
+    def _assignment(self, cell: str, generation: int, restore: Restore | None = None) -> Assignment:
+        hand = self._crew.owners[cell]
+        step, folder = self._checkpoint
+        source: Source = "checkpoint" if restore is None else restore.sources[cell]
+        return Assignment(
             plan=self._plan,
-            generation=GENERATION,
-            rank=rank,
+            generation=generation,
+            rank=self._names.index(cell),
             device=self._device,
             store_host=self._host,
             store_port=self._store.port,
             loopback=self._is_local,
+            holder=self._crew.holders.get(hand.node),
+            step=step if restore is None else restore.step,
+            source=source,
+            folder=folder,
+            copies=self._second_holder.get(cell) if source == "second_holder" else None,
+            goes_on=restore is not None,
         )
-        try:
-            member = await self._workers[cell].set_up.options(name=self._title(cell)).remote(assignment)
-        except RayError as error:
-            self._fail(cell, error)
-        else:
-            self._inbox.put_nowait(CellReady(generation=GENERATION, cell=cell, member=member))
 
-    async def _follow(self, cell: str) -> None:
-        """Take the stream of one cell's events; its last item may be the error."""
-        stream = self._workers[cell].run.options(name=self._title(cell), num_returns="streaming").remote(GENERATION)
+    async def _join_all(self, generation: int, restore: Restore, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        for holder in self._crew.holders.values():
+            holder.forget_after.remote(restore.step)
+        if self._generation == generation:
+            for cell in self._names:
+                self._calls[cell] = self._spawn(self._join(cell, self._assignment(cell, generation, restore)))
+
+    async def _join(self, cell: str, assignment: Assignment) -> None:
+        hand, generation = self._crew.owners[cell], assignment.generation
         try:
-            async for reference in stream:
+            joined = await hand.actor.join.options(name=self._title(cell, generation)).remote(assignment)
+        except RayError as error:
+            self._fail(cell, hand, generation, error)
+            return
+        if joined is None:
+            self._broke(cell, hand, generation)
+            return
+        if self._incident is not None:
+            self._incident.joined(cell, joined)
+        member = Member(worker=joined.worker, pid=joined.pid, node=joined.node, param_addr=joined.param_addr)
+        self._inbox.put_nowait(CellReady(generation=generation, cell=cell, member=member))
+
+    async def _follow(self, cell: str, generation: int) -> None:
+        """Take the stream of one cell's events; its last item may be the error."""
+        hand = self._crew.owners[cell]
+        run = hand.actor.run.options(name=self._title(cell, generation), num_returns="streaming")
+        done = False
+        try:
+            async for reference in run.remote(generation):
                 for event in await reference:
                     self._take(cell, event)
+                    done = done or isinstance(event, CellDone)
         except RayError as error:
-            self._fail(cell, error)
+            self._fail(cell, hand, generation, error)
+        else:
+            if not done:
+                self._broke(cell, hand, generation)
 
-    async def _tether(self, cell: str) -> None:
-        try:
-            await self._workers[cell].tether.options(concurrency_group="tether").remote()
-        except RayActorError as error:
-            self._fail(cell, error)
+    async def _abort(self, cell: str, generation: int) -> None:
+        hand, call = self._crew.owners[cell], self._calls.get(cell)
+        with suppress(RayError):  # its death is told elsewhere
+            stood = await hand.actor.abort.remote(generation)
+            if call is not None:
+                await asyncio.wait([call])  # what it has to say comes first
+            self._inbox.put_nowait(CellDrained(generation=generation, cell=cell, standing=stood.step))
 
-    async def _deadline(self, generation: int, seconds: float) -> None:
+    async def _replace(self, cell: str, generation: int) -> None:
+        def no_room(missing: str) -> None:
+            self._inbox.put_nowait(NoRoom(generation=generation, missing=missing))
+
+        hand = await self._crew.replace(cell, no_room)
+        self._inbox.put_nowait(CellPlaced(generation=generation, cell=cell, worker=hand.name))
+
+    async def _survey(self, generation: int, number: int) -> None:
+        """What the holders have: a cell's own slots are those on the node of its owner, whoever that is now."""
+        own: dict[str, tuple[int, ...]] = {}
+        second: dict[str, tuple[int, ...]] = {}
+        self._second_holder = {}
+        for node, holder in list(self._crew.holders.items()):
+            answer = await _answer(holder.survey.remote(), SURVEY_S)
+            if answer is _NO_ANSWER:
+                continue
+            slots, copies = answer
+            for cell in slots:
+                if self._crew.owners[cell].node == node:
+                    own[cell] = slots[cell]
+                elif slots[cell]:
+                    second[cell], self._second_holder[cell] = slots[cell], holder
+            for cell, steps in copies.items():
+                if steps and max(steps) >= max(second.get(cell, (-1,))):
+                    second[cell], self._second_holder[cell] = steps, holder
+        cells = {cell: Holdings(holder=own.get(cell, ()), second_holder=second.get(cell, ())) for cell in self._names}
+        held = Held(cells=cells, checkpoint=self._checkpoint[0])
+        self._inbox.put_nowait(Surveyed(generation=generation, number=number, held=held))
+
+    async def _save_held(self, generation: int, restore: Restore) -> None:
+        raise RunError("there is nothing to repair with, and no checkpoint could be written from what is held")
+
+    async def _watch(self) -> None:
+        """Look at every cell from outside, again and again, and replace what stalls."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            state = self._machine.state
+            match state:
+                case Running():
+                    awaited = state.members.keys() - state.done.keys()
+                case Starting() | Restoring():
+                    awaited = set(state.cells) - state.members.keys()
+                case Draining():
+                    awaited = state.pending
+                case _:
+                    continue
+            seen: dict[str, Seen] = {}
+            for holder in list(self._crew.holders.values()):
+                sights = await _answer(holder.look.remote(), LOOK_EVERY_S * 5)
+                if sights is not _NO_ANSWER:
+                    seen.update({cell: _seen(sight) for cell, sight in sights.items() if cell in awaited})
+            if isinstance(state, Draining):  # who works there has its own deadline
+                seen = {cell: sight for cell, sight in seen.items() if sight.is_stopped}
+            silent: frozenset[str] = frozenset()
+            if self._judge.is_suspicious(seen):
+                silent = await self._silent()
+            stall = self._judge.judge(seen, silent=silent)
+            if stall is not None and self._machine.state is state:
+                await self._tell_stall(stall, state.generation)
+
+    async def _silent(self) -> frozenset[str]:
+        """The cells that don't answer within a second."""
+
+        async def is_silent(hand: Hand) -> bool:
+            return await _answer(hand.actor.ping.remote(), 1.0) is _NO_ANSWER
+
+        owners = dict(self._crew.owners)
+        silent = await asyncio.gather(*map(is_silent, owners.values()))
+        return frozenset(cell for cell, mute in zip(owners, silent) if mute)
+
+    async def _tell_stall(self, stall: Stall, generation: int) -> None:
+        """Write what is known of a stall before anything is killed, with the stacks of those that can still answer."""
+        values = {
+            "cell": stall.cell,
+            "instruction": stall.seen.instruction or stall.seen.phase,
+            "microbatch": stall.seen.number,
+            "step": stall.seen.step,
+            "waiters": stall.waiters,
+            "reason": stall.reason,
+        }
+        self._recorder.journal(JournalEntry(kind="stall", generation=generation, values=values))
+        hand = self._crew.owners[stall.cell]
+        if "stopped" not in stall.reason:
+            for cell in (stall.cell, *stall.waiters):
+                text = await _answer(self._crew.owners[cell].actor.stacks.remote(), 1.0)
+                if text is not _NO_ANSWER:
+                    path = self._plan.files.logs / f"stall-g{generation}-{cell}.txt"
+                    await asyncio.to_thread(path.write_text, text)
+        error = CellError(cell=stall.cell, worker=hand.name, kind="silent", message=stall.message)
+        self._inbox.put_nowait(CellStalled(generation=generation, error=error))
+
+    async def _after(self, seconds: float, event: Event) -> None:
         await asyncio.sleep(seconds)
-        self._inbox.put_nowait(DeadlinePassed(generation=generation))
+        self._inbox.put_nowait(event)
 
     def _take(self, cell: str, event: CellEvent) -> None:
-        if cell == self._names[0]:
-            self._recorder.take(event)
-            if isinstance(event, StepReport | CheckpointSaved):
-                self._shown.put_nowait(event)
         if isinstance(event, CellDone):
             self._inbox.put_nowait(CellEnded(generation=event.generation, cell=cell, done=event))
+        if cell != self._names[0]:
+            return
+        if isinstance(event, StepReport):
+            if (event.generation, event.step) <= self._told:  # told again by the one that took over
+                return
+            self._told = event.generation, event.step
+            self._judge.note_step(event.step_s)
+        if isinstance(event, CheckpointSaved):
+            self._checkpoint = event.step, Path(event.path)
+        self._recorder.take(event)
+        if isinstance(event, StepReport | CheckpointSaved):
+            self._shown.put_nowait(event)
+        if isinstance(event, StepReport) and self._incident is not None and event.generation == self._generation:
+            self._recovered(self._incident, event)
 
-    def _fail(self, cell: str, error: Exception) -> None:
-        failure = _cell_error(cell, _worker_name(self._names.index(cell)), error)
-        self._inbox.put_nowait(CellFailed(generation=GENERATION, error=failure))
+    def _time_incident(self, before: State, after: State) -> None:
+        now = time.monotonic()
+        if isinstance(after, Draining) and self._incident is None:
+            self._incident = Incident(started=now, told=self._told[1])
+        if self._incident is not None:
+            self._incident.enter(after, now)
+
+    def _recovered(self, incident: Incident, report: StepReport) -> None:
+        values = incident.values(time.monotonic(), first_step=report.step)
+        self._incident = None
+        self._recorder.journal(JournalEntry(kind="recovered", generation=self._generation, values=values))
+        self._shown.put_nowait(Recovered(values=values))
+
+    def _on_death(self, worker: str, error: RayError) -> None:
+        cell = self._crew.owner_of(worker)
+        if cell is None:
+            self._crew.dismiss(worker)
+            return
+        failure = _cell_error(cell, worker, error)
+        self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
+
+    def _fail(self, cell: str, hand: Hand, generation: int, error: RayError) -> None:
+        """A call of a cell failed: its process is gone, which the tether tells too, or its program raised."""
+        if self._crew.owners[cell] is not hand:
+            return
+        failure = _cell_error(cell, hand.name, error)
+        if isinstance(error, RayActorError):
+            self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
+        else:
+            self._inbox.put_nowait(CellFailed(generation=generation, error=failure))
+
+    def _broke(self, cell: str, hand: Hand, generation: int) -> None:
+        if self._crew.owners[cell] is hand:
+            message = "it lost the connection to a peer"
+            error = CellError(cell=cell, worker=hand.name, kind="collateral", message=message)
+            self._inbox.put_nowait(CellBroke(generation=generation, error=error))
 
     def _announce(self, state: Running) -> None:
         cells = {cell: plain(member) for cell, member in state.members.items()}
@@ -242,27 +447,17 @@ class Controller:
                 ended = RunEnded(done=None, errors=errors)
                 values = {"errors": [plain(error) for error in errors]}
                 with suppress(OSError):  # the disk may be the cause
-                    self._recorder.journal(JournalEntry(kind="failed", generation=GENERATION, values=values))
+                    self._recorder.journal(JournalEntry(kind="failed", generation=self._generation, values=values))
             case state:
                 raise AssertionError(f"{state} is no end")
         for task in self._tasks:
             task.cancel()
-        for worker in self._workers.values():
-            ray.kill(worker)
-        if self._placement is not None:
-            self._placement.remove()
+        self._crew.end()
         self._recorder.close()
         self._shown.put_nowait(ended)
 
-    def _journal(self, role: str, message: Event | Command) -> None:
-        values = plain(message)
-        generation = values.pop("generation")
-        kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(message).__name__).lower()
-        entry = JournalEntry(kind=kind, generation=generation, values={"role": role, **values})
-        self._recorder.journal(entry)
-
-    def _title(self, cell: str) -> str:
-        return f"{self._plan.job.run.name} g{GENERATION} {cell}"
+    def _title(self, cell: str, generation: int) -> str:
+        return f"{self._plan.job.run.name} g{generation} {cell}"
 
     @property
     def _is_local(self) -> bool:
@@ -272,29 +467,52 @@ class Controller:
     def _host(self) -> str:
         return "127.0.0.1" if self._is_local else str(ray.util.get_node_ip_address())
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task failed", exc_info=error)
-            self._inbox.put_nowait(ControllerFailed(generation=GENERATION, message=_shown_error(error)))
-
-
-def _worker_name(number: int) -> str:
-    return f"worker-{number:04d}"
+            self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=_shown_error(error)))
 
 
 def _cell_error(cell: str, worker: str, error: Exception) -> CellError:
     """What an exception from an actor call means for its cell."""
     if isinstance(error, RayActorError):
-        return CellError(cell=cell, worker=worker, kind="died", message=death_of(error))
+        message = death_of(error)
+        kind = "node" if "node" in message and "died" in message.lower().split("node", 1)[1] else "died"
+        return CellError(cell=cell, worker=worker, kind=kind, message=message)
     cause = getattr(error, "cause", None) or error
-    kind = "collateral" if isinstance(cause, CollectiveError) else "raised"
-    return CellError(cell=cell, worker=worker, kind=kind, message=_shown_error(cause))
+    final = isinstance(cause, RayformerError) and not isinstance(cause, SnapshotError)  # it would only come again
+    return CellError(cell=cell, worker=worker, kind="raised", message=_shown_error(cause), final=final)
+
+
+_NO_ANSWER = object()
+
+
+async def _answer(reference: Any, seconds: float) -> Any:
+    """The result of a call, or ``_NO_ANSWER`` if it failed or took longer."""
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
+    except (RayError, TimeoutError):
+        return _NO_ANSWER
+
+
+def _seen(sight: Sight) -> Seen:
+    word = sight.word
+    return Seen(
+        step=word.step,
+        phase=word.phase,
+        instruction=word.instruction,
+        number=word.number,
+        count=word.count,
+        age_s=sight.age_s,
+        is_stopped=sight.is_stopped,
+    )
 
 
 def _shown_error(error: BaseException) -> str:

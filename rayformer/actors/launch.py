@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import psutil
 import ray
@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayformer.actors.controller import Controller, Membership, RunEnded, death_of
+from rayformer.actors.controller import Controller, Membership, Recovered, RunEnded, death_of
 from rayformer.cell.plan import (
     EXIT_ABORTED,
     EXIT_FINISHED,
@@ -193,6 +193,8 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
                     display.step(report, total_steps)
                 case CheckpointSaved() as saved:
                     display.saved(saved)
+                case Recovered(values=values):
+                    display.note(_recovery(values))
                 case RunEnded() as ended:
                     return ended
         ray.get(running)
@@ -201,6 +203,15 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
             f"the controller is gone, and its workers with it; submit the job again to go on: {death_of(error)}"
         ) from None
     raise AssertionError("the controller's events ended without RunEnded")
+
+
+def _recovery(values: dict[str, Any]) -> str:
+    """One line for a repair."""
+    cells, redone = ", ".join(values["cells"]) or "no cell", values["steps_redone"]
+    steps = "no step" if not redone else f"{redone} step{'s' if redone > 1 else ''}"
+    return (
+        f"recovered {cells} in {values['total_s']:.2f} s from {values['source']}, {steps} done again: {values['cause']}"
+    )
 
 
 class _Signals:

@@ -7,13 +7,21 @@ nodes and removing one group touches no other cell.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayformer.layout import Cell, Layout
+
+BundleKey = tuple[int, int, int]  # pp, dp, cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +45,16 @@ def cell_resources(device: str, world: int) -> CellResources:
 
 
 class Placement:
-    """The placement groups of a run."""
+    """The placement groups of a run, and spare ones that hold room for what may be lost."""
 
-    def __init__(self, layout: Layout, resources: CellResources, run: str) -> None:
-        self.resources = resources
-        bundle = resources.bundle(layout.tp)
-        self._bundle = bundle
-        self._groups: dict[tuple[int, int, int], PlacementGroup] = {
-            (cell.pp, cell.dp, cell.cp): placement_group([bundle], name=f"{run}/pp{cell.pp}.dp{cell.dp}.cp{cell.cp}")
-            for cell in layout.cells()
-            if cell.tp == 0
-        }
+    def __init__(self, layout: Layout, resources: CellResources, run: str, *, num_spares: int = 0) -> None:
+        self._bundle = resources.bundle(layout.tp)
+        self._run = run
+        self._groups: dict[BundleKey, PlacementGroup] = {}
+        for cell in layout.cells():
+            if cell.tp == 0:
+                self._groups[cell.pp, cell.dp, cell.cp] = self._group(f"pp{cell.pp}.dp{cell.dp}.cp{cell.cp}")
+        self._spares = [self._group(f"spare-{n}") for n in range(num_spares)]
 
     async def wait(self, seconds: float) -> str | None:
         """None when every bundle has its place; else, after ``seconds``, what is missing."""
@@ -67,6 +74,27 @@ class Placement:
     def strategy(self, cell: Cell) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._groups[cell.pp, cell.dp, cell.cp], 0)
 
+    def move(self, bundle: BundleKey, live: Collection[str]) -> None:
+        """Another place for a bundle whose node is lost: a spare's on one of the ``live`` nodes, or whatever is free.
+
+        A group that waits for a lost node keeps Ray busy, so it is removed at once.
+        """
+        remove_placement_group(self._groups[bundle])
+        for spare in self._spares:
+            if _node_of(spare) in live:
+                self._spares.remove(spare)
+                self._groups[bundle] = spare
+                return
+        self._groups[bundle] = self._group("pp{}.dp{}.cp{}".format(*bundle))
+
     def remove(self) -> None:
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._spares):
             remove_placement_group(group)
+
+    def _group(self, name: str) -> PlacementGroup:
+        return placement_group([self._bundle], name=f"{self._run}/{name}")
+
+
+def _node_of(group: PlacementGroup) -> str:
+    """The node of a group's only bundle, "" while it has none."""
+    return str(placement_group_table(group)["bundles_to_node_id"][0])

@@ -1,32 +1,37 @@
 """The worker: one actor, one process, at most one cell.
 
-Setting up and running happen in the actor's default thread; the ``control`` group answers while they go on, and the
+Joining and running happen in the actor's default thread; the ``control`` group answers while they go on, and the
 ``tether`` group holds one call that never returns, whose failure is the news of this process's death.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
 from torch.distributed import TCPStore
 
-from rayformer.actors.assignment import Assignment
+from rayformer.actors.assignment import Assignment, Joined, Stood
 from rayformer.cell.build import Cell, build_cell
 from rayformer.cell.loop import train
 from rayformer.cell.process import prepare_process
+from rayformer.cell.progress import NoProgress, Progress, ProgressWord
+from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
 from rayformer.cell.state import load_checkpoint
-from rayformer.control.states import Member
 from rayformer.errors import CollectiveError
-from rayformer.events import CellDone, CellEvent, CheckpointSaved
+from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport, plain
 from rayformer.groups import Groups, StoreClients
 
 REPORT_EVERY_S = 0.5
@@ -34,66 +39,78 @@ logger = logging.getLogger("rayformer.worker")
 
 
 class Worker:
-    """Hosts one cell. Every call carries the generation, and one of another generation is refused."""
+    """Hosts one cell, or waits for one. Every call carries the generation, and one of another generation is refused."""
 
     def __init__(self, name: str, log_file: str) -> None:
         self._name = name
         self._cell: Cell | None = None
         self._assignment: Assignment | None = None
-        self._groups: Groups | None = None
+        self._store: StoreClients | None = None
+        self._memory: mmap.mmap | None = None
+        self._snapshots: Snapshots | None = None
+        self._progress: Progress = NoProgress()
+        self._outbox: list[CellEvent] = []
         self._stop_asked = threading.Event()
-        self._progress: tuple[int, float] = (0, time.time())
+        self._aborted = 0  # the last generation that was given up
+        self._stands = threading.Event()  # no call of the main thread is at work
+        self._stands.set()
         _log_to(Path(log_file), name)
 
     def __repr__(self) -> str:
         return f"Worker({self._name})"
 
-    def set_up(self, assignment: Assignment) -> Member:
-        """Take a cell: form its groups, build it, load its state."""
+    @ray.method(concurrency_group="control")
+    def where(self) -> str:
+        """The node that this process runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def warm(self, assignment: Assignment) -> None:
+        """Make ready for any cell of the run: everything imported, the store known, the first memory touched.
+
+        No accelerator is touched.
+        """
         plan = assignment.plan
-        device = _device(assignment.device)
-        prepare_process(plan.job, device)
-        address = "127.0.0.1" if assignment.loopback else ray.util.get_node_ip_address()
-        store = TCPStore(assignment.store_host, assignment.store_port, is_master=False, timeout=timedelta(seconds=120))
-        self._assignment = assignment
-        with _errors_logged():
-            self._groups = Groups.form(
-                layout=plan.job.layout.degrees,
-                rank=assignment.rank,
-                generation=assignment.generation,
-                run=plan.job.run.name,
-                store=StoreClients(store),
-                device=device,
-                address=address,
-            )
-            logger.info("owns %s in generation %d", self._groups.cell, assignment.generation)
-            self._cell = build_cell(
-                plan.job, self._groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir
-            )
-            if plan.start_from is not None:
-                load_checkpoint(self._cell, plan.start_from)
-        return Member(
-            worker=self._name,
-            pid=os.getpid(),
-            node=ray.get_runtime_context().get_node_id(),
-            param_addr=self._cell.param_address,
-        )
+        self._connect(assignment)
+        prepare_process(plan.job, torch.device("cpu"))
+
+    def join(self, assignment: Assignment) -> Joined | None:
+        """Take a cell, or go on with the own one: form its groups, build it, bring its state to the step asked for.
+
+        None if the generation was given up meanwhile.
+        """
+        with self._at_work():
+            self._assignment = assignment
+            try:
+                with _errors_logged():
+                    return self._join(assignment)
+            except CollectiveError:
+                return None
 
     def run(self, generation: int) -> Iterator[tuple[CellEvent, ...]]:
-        """Work through the grant; events come in small batches, from the first cell all of them, else only the last."""
-        assert self._assignment is not None and self._cell is not None
-        assert generation == self._assignment.generation, f"{self._name} is not of generation {generation}"
-        plan = self._assignment.plan
-        with _errors_logged():
+        """Work through the grant; events come in small batches, from the first cell all of them, else only the last.
+
+        Ends without CellDone if a peer is lost; the caller then asks where this cell stands with ``abort``.
+        """
+        with self._at_work():
+            assignment, cell = self._assignment, self._cell
+            assert assignment is not None and cell is not None
+            assert generation == assignment.generation, f"{self._name} is not of generation {generation}"
             events = train(
-                self._cell,
-                checkpoints=plan.checkpoints,
-                done_steps=plan.done_steps,
-                consumed_samples=plan.consumed_samples,
-                until=plan.until,
+                cell,
+                checkpoints=assignment.plan.checkpoints,
+                until=assignment.plan.until,
                 should_stop=self._stop_asked.is_set,
+                snapshots=self._snapshots,
+                progress=self._progress,
+                goes_on=assignment.goes_on,
             )
-            yield from _batched(self._noted(events), reports=self._assignment.rank == 0)
+            try:
+                with _errors_logged():
+                    yield from self._batched(events, reports=assignment.rank == 0)
+            except CollectiveError:
+                return
+            finally:
+                self._progress.at("idle", cell.position.step)
 
     @ray.method(concurrency_group="control")
     def ask_stop(self, generation: int) -> None:
@@ -102,39 +119,173 @@ class Worker:
             self._stop_asked.set()
 
     @ray.method(concurrency_group="control")
-    def abort(self, generation: int) -> None:
-        """Break the groups of ``generation``, so that neither this cell nor its peers stay blocked."""
-        if self._groups is not None and self._groups.generation == generation:
-            self._groups.abort()
+    def abort(self, generation: int) -> Stood:
+        """Give up ``generation``: break its groups, so that neither this cell nor its peers stay blocked.
+
+        Returns when this cell stands still.
+        """
+        self._aborted = max(self._aborted, generation)
+        if self._cell is not None and self._cell.groups.generation <= generation:
+            self._cell.groups.abort()
+        self._stands.wait()
+        position = None if self._cell is None else self._cell.position
+        return Stood(step=position.step if position is not None and position.is_whole else None)
 
     @ray.method(concurrency_group="control")
-    def progress(self) -> dict[str, object]:
-        """The last finished step, the instruction in progress, and when the step was finished (Unix seconds)."""
-        counter = None if self._cell is None else self._cell.executor.counter
-        step, when = self._progress
-        return {"step": step, "instruction": None if counter is None else str(counter), "time": when}
+    def stacks(self) -> str:
+        """The Python stack of every thread."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> None:
+        """Answered as long as this process can run Python."""
 
     @ray.method(concurrency_group="tether")
     def tether(self) -> None:
         """Never returns; its failure is the news of this process's death."""
         threading.Event().wait()
 
-    def _noted(self, events: Iterator[CellEvent]) -> Iterator[CellEvent]:
+    def _join(self, assignment: Assignment) -> Joined:
+        plan, started = assignment.plan, time.perf_counter()
+        seconds = {}
+        device = _device(assignment.device)
+        prepare_process(plan.job, device)
+        self._connect(assignment)
+        self._stop_asked.clear()
+        if self._cell is None:
+            groups = self._form(assignment, device)
+            seconds["form"] = time.perf_counter() - started
+            self._build(groups, assignment)
+            seconds["build"] = time.perf_counter() - started - seconds["form"]
+        else:
+            self._progress.at("joining", assignment.step)
+            self._cell.forget_messages()
+            self._cell.groups.renew(**self._formation(assignment))
+            seconds["form"] = time.perf_counter() - started
+        assert self._cell is not None
+        logger.info("owns %s in generation %d", self._cell.groups.cell, assignment.generation)
+        before = time.perf_counter()
+        moved, from_disk = self._restore(self._cell, assignment)
+        if assignment.goes_on:
+            self._progress.at("gather", assignment.step)
+            self._cell.optimizer.start_gather()
+            self._cell.optimizer.await_parameters()
+        if self._snapshots is not None and assignment.source == "checkpoint":
+            self._snapshots.take()  # so that a failure before the first step's snapshot finds one
+        seconds["restore"] = time.perf_counter() - before
+        return Joined(
+            worker=self._name,
+            pid=os.getpid(),
+            node=ray.get_runtime_context().get_node_id(),
+            param_addr=self._cell.param_address,
+            moved_bytes=moved,
+            disk_bytes=from_disk,
+            seconds=seconds,
+        )
+
+    def _restore(self, cell: Cell, assignment: Assignment) -> tuple[int, int]:
+        """Bring the own shard to the step asked for; the bytes moved from memory, and those read from disk."""
+        step = assignment.step
+        if self._snapshots is not None:
+            self._snapshots.file.forget_after(step)
+        match assignment.source:
+            case "live":
+                assert cell.position.is_whole and cell.position.step == step, f"{cell.position} is not {step}"
+                return 0, 0
+            case "holder":
+                assert self._snapshots is not None
+                file = self._snapshots.file
+                found = file.read(step)
+                moved = restore(cell, [(file.index_text, found)])
+                self._take_reports(found.extra)
+                return moved, 0
+            case "second_holder":
+                assert assignment.copies is not None
+                copy = ray.get(assignment.copies.fetch.remote(str(cell.groups.cell), step))
+                moved = restore(cell, [(copy.index, copy.snapshot)])
+                self._take_reports(copy.extra)
+                return moved, 0
+            case "checkpoint":
+                self._outbox.clear()
+                if assignment.folder is not None:
+                    load_checkpoint(cell, assignment.folder)
+                    return 0, sum(4 * shard.value.numel() for shard in cell.optimizer.owned_state())
+                if assignment.goes_on:  # back to the initial weights
+                    self._build(cell.groups, assignment)
+                return 0, 0
+
+    def _build(self, groups: Groups, assignment: Assignment) -> None:
+        plan = assignment.plan
+        self._cell = build_cell(plan.job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
+        self._reserve(self._cell, assignment)
+
+    def _take_reports(self, extra: Any) -> None:
+        """What the process before this one had not told yet."""
+        self._outbox = [StepReport(**values) for values in extra.get("unsent", ())]
+
+    def _form(self, assignment: Assignment, device: torch.device) -> Groups:
+        return Groups.form(
+            layout=assignment.plan.job.layout.degrees,
+            rank=assignment.rank,
+            device=device,
+            **self._formation(assignment),
+        )
+
+    def _formation(self, assignment: Assignment) -> dict[str, Any]:
+        generation = assignment.generation
+        return {
+            "generation": generation,
+            "run": f"{assignment.plan.job.run.name}/{assignment.plan.attempt}",
+            "store": self._store,
+            "address": "127.0.0.1" if assignment.loopback else ray.util.get_node_ip_address(),
+            "is_aborted": lambda: self._aborted >= generation,
+        }
+
+    def _connect(self, assignment: Assignment) -> None:
+        if self._store is None:
+            host, port = assignment.store_host, assignment.store_port
+            self._store = StoreClients(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120)))
+            self._store.take(5)
+
+    def _reserve(self, cell: Cell, assignment: Assignment) -> None:
+        """Map the own slots: those of the process before this one, if there was one."""
+        every = assignment.plan.job.recovery.snapshot_every
+        if assignment.holder is None:
+            return
+        name = str(cell.groups.cell)
+        path = ray.get(assignment.holder.reserve.remote(name, slot_bytes(cell), os.getpid()))
+        self._memory = map_memory(Path(path))
+        self._progress = ProgressWord(self._memory)
+        self._progress.at("load", assignment.step)
+        if every != 0:
+            self._snapshots = Snapshots(cell, self._memory, every=every, more=self._unsent)
+
+    def _unsent(self) -> dict[str, Any]:
+        return {"unsent": [plain(event) for event in self._outbox if isinstance(event, StepReport)]}
+
+    def _batched(self, events: Iterable[CellEvent], *, reports: bool) -> Iterator[tuple[CellEvent, ...]]:
+        """Events in small batches; those that are not sent yet stay in the outbox if something interrupts."""
+        sent = 0.0  # the first is told at once
         for event in events:
-            self._progress = (event.step, time.time())
-            yield event
+            if reports or isinstance(event, CellDone):
+                self._outbox.append(event)
+            durable = isinstance(event, CheckpointSaved | CellDone)  # what led there must not get lost from now on
+            if self._outbox and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
+                batch, self._outbox = tuple(self._outbox), []
+                yield batch
+                sent = time.monotonic()
 
-
-def _batched(events: Iterator[CellEvent], *, reports: bool) -> Iterator[tuple[CellEvent, ...]]:
-    batch: list[CellEvent] = []
-    sent = time.monotonic()
-    for event in events:
-        if reports or isinstance(event, CellDone):
-            batch.append(event)
-        durable = isinstance(event, CheckpointSaved | CellDone)  # what led there must not get lost from now on
-        if batch and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
-            yield tuple(batch)
-            batch, sent = [], time.monotonic()
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self._stands.clear()
+        try:
+            yield
+        finally:
+            self._stands.set()
 
 
 def _device(kind: str) -> torch.device:

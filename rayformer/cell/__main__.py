@@ -142,8 +142,6 @@ def _train(plan: RunPlan, cell: Cell, stop: _StopFlag, recorder: Recorder | None
     events = train(
         cell,
         checkpoints=plan.checkpoints,
-        done_steps=plan.done_steps,
-        consumed_samples=plan.consumed_samples,
         until=plan.until,
         should_stop=lambda: stop.is_set,
     )

@@ -12,6 +12,7 @@ from rayformer.cell.model import load_model
 from rayformer.config.job import Job
 from rayformer.data.corpus import corpus_path, open_corpus
 from rayformer.data.loader import HeldOutOrder, SampleReader, TrainingOrder
+from rayformer.events import StepReport
 from rayformer.groups import Groups
 from rayformer.nn.context import Context, Parameter, own_parameters, parameter_specs
 from rayformer.ops.dropout import Moment
@@ -33,6 +34,26 @@ from rayformer.stages.stage import Stage
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(kw_only=True)
+class Position:
+    """How far a cell has come: its state is that after ``step``, and whole unless it is just being changed.
+
+    ``skipped_in_row`` are the last steps without an update, ``report`` what is to be told of ``step`` as long as its
+    evaluation and checkpoint are not done.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    skipped_in_row: int = 0
+    is_whole: bool = True
+    report: StepReport | None = None
+
+    def move_to(self, step: int, *, consumed_samples: int, skipped_in_row: int = 0) -> None:
+        self.step, self.consumed_samples, self.skipped_in_row = step, consumed_samples, skipped_in_row
+        self.report = None
+        self.is_whole = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """Everything that one cell of a run computes with. ``leaves`` are the virtual ranks it runs."""
@@ -50,11 +71,17 @@ class Cell:
     leaves: range
     training: TrainingOrder | None
     held_out: HeldOutOrder | None
+    position: Position
 
     def samples(self, batch_size: int) -> range:
         """The places in a global batch of ``batch_size`` samples of those that this cell runs."""
         per_leaf = batch_size // self.job.batch.num_virtual_ranks
         return range(self.leaves.start * per_leaf, self.leaves.stop * per_leaf)
+
+    def forget_messages(self) -> None:
+        """What was in flight when the groups went: gathers, sends and receives."""
+        self.optimizer.forget_gathers()
+        self.channel.forget()
 
     @property
     def param_address(self) -> int:
@@ -172,6 +199,7 @@ def build_cell(
         leaves=leaves,
         training=training,
         held_out=held_out,
+        position=Position(),
     )
 
 

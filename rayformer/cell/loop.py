@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rayformer.cell.build import Cell
 from rayformer.cell.flops import flops_per_token
+from rayformer.cell.progress import NoProgress, Progress
 from rayformer.cell.sample import sample_text
+from rayformer.cell.snapshot import Snapshots
 from rayformer.cell.state import save_checkpoint
 from rayformer.cell.step import StepRunner
+from rayformer.ckpt.manifest import MANIFEST, read_manifest, step_folder
 from rayformer.errors import RunError
 from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport
 
 MAX_SKIPPED = 10
+STEPS_UNTIL_SETTLED = 5  # the first are slower, and first copies touch new memory
 MOST_TOLD = 50  # names in an error
 
 
@@ -22,43 +27,36 @@ def train(
     cell: Cell,
     *,
     checkpoints: Path,
-    done_steps: int,
-    consumed_samples: int,
     until: int,
     should_stop: Callable[[], bool],
+    snapshots: Snapshots | None = None,
+    progress: Progress | None = None,
+    goes_on: bool = False,
 ) -> Iterator[CellEvent]:
-    """Run the steps after ``done_steps`` up to ``until``, with the evaluations and checkpoints that the job asks for.
-
-    ``consumed_samples`` are those of the steps done before.
+    """Run the steps after the cell's position up to ``until``, with the evaluations and checkpoints of the job.
 
     ``should_stop`` is asked once a step, before the vote; if it says so on any cell, all stop after that step with a
-    checkpoint. Ends with CellDone. Raises RunError after ten steps in a row whose gradient was not finite.
+    checkpoint. ``goes_on`` says that an earlier generation did the last step, and may have been broken off before its
+    evaluation, its checkpoint or its report were done: what is missing of them is done first. Ends with CellDone.
+    Raises RunError after ten steps in a row whose gradient was not finite.
     """
-    job = cell.job
-    runner = StepRunner(cell)
+    job, position = cell.job, cell.position
+    runner = StepRunner(cell, progress)
+    after = _AfterStep(cell, runner, checkpoints, progress or NoProgress())
     generation, flops = cell.groups.generation, flops_per_token(job.model, job.batch.seq)
-    skipped_in_row = 0
-    if until == done_steps:
-        saved = _save(cell, checkpoints, done_steps, consumed_samples)
-        yield saved
-        yield _done(cell, done_steps, saved)
+    if position.step == until or (goes_on and position.step > 0):
+        yield from after.events(last=position.step == until, goes_on=goes_on)
+        if position.step == until:
+            return
+    settled = position.step + STEPS_UNTIL_SETTLED
     started = time.monotonic()
-    for step in range(done_steps + 1, until + 1):
-        batch_size = job.batch.size_after(consumed_samples)
+    for step in range(position.step + 1, until + 1):
+        batch_size = job.batch.size_after(position.consumed_samples)
         lr = runner.next_lr()
-        measured = runner.begin(step, consumed_samples)
-        consumed_samples += batch_size
+        measured = runner.begin(step, position.consumed_samples)
         vote = runner.vote(stop=should_stop())
         runner.finish(measured, lr)
-        step_s = time.monotonic() - started
-        skipped_in_row = skipped_in_row + 1 if measured.nonfinite else 0
-        last = step == until or vote.stop
-        evaluates = step == job.run.steps or (job.eval.every > 0 and step % job.eval.every == 0)
-        saves = last or (job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
-        eval_loss = runner.evaluate(job.eval.batches) if evaluates else None
-        saved = _save(cell, checkpoints, step, consumed_samples) if saves else None
-        started = time.monotonic()  # what it costs to hand over the report belongs to the next step
-        yield StepReport(
+        position.report = StepReport(
             generation=generation,
             step=step,
             loss=measured.loss,
@@ -66,37 +64,79 @@ def train(
             lr=lr,
             tokens=batch_size * job.batch.seq,
             valid_tokens=measured.valid_tokens,
-            consumed_samples=consumed_samples,
-            step_s=step_s,
+            consumed_samples=position.consumed_samples,
+            step_s=time.monotonic() - started,
             skipped=bool(measured.nonfinite),
             nonfinite=measured.nonfinite,
-            eval_loss=eval_loss,
-            state_hash=saved.state_hash if saved else None,
             flops_per_token=flops,
-            phase_s=dict(runner.phase_s),
+            phase_s=runner.phase_s,  # the snapshot adds its own
         )
-        if saved:
-            yield saved
-        if skipped_in_row == MAX_SKIPPED:
+        if snapshots is not None and step % snapshots.every == 0:
+            runner.snapshot(snapshots)
+            if snapshots.is_auto and step >= settled:
+                settled = until + 1
+                snapshots.agree(position.report.step_s)
+        last = step == until or vote.stop
+        for event in after.events(last=last):
+            started = time.monotonic()  # what it costs to hand over the report belongs to the next step
+            yield event
+        if last:
+            return
+        if position.skipped_in_row == MAX_SKIPPED:
             raise RunError(
                 f"the gradient was not finite in {MAX_SKIPPED} steps in a row, last in {_some(measured.nonfinite)};"
                 " lower optim.lr or look at the data of these steps"
             )
+
+
+class _AfterStep:
+    """What follows an update: evaluation, checkpoint and report, each where it is due."""
+
+    def __init__(self, cell: Cell, runner: StepRunner, checkpoints: Path, progress: Progress) -> None:
+        self._cell, self._runner, self._checkpoints, self._progress = cell, runner, checkpoints, progress
+
+    def events(self, *, last: bool, goes_on: bool = False) -> Iterator[CellEvent]:
+        """Evaluate and save as is due after the cell's position, then report it; the last step also ends the run."""
+        cell, job, position = self._cell, self._cell.job, self._cell.position
+        step = position.step
+        evaluates = step > 0 and (step == job.run.steps or (job.eval.every > 0 and step % job.eval.every == 0))
+        saves = last or (step > 0 and job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
+        eval_loss = self._runner.evaluate(job.eval.batches) if evaluates and (position.report or goes_on) else None
+        saved = self._save(goes_on) if saves else None
+        if position.report is not None:
+            yield replace(position.report, eval_loss=eval_loss, state_hash=saved.state_hash if saved else None)
+            position.report = None
+        if saved is not None:
+            yield saved
         if last:
             assert saved is not None
             yield _done(cell, step, saved)
-            return
+
+    def _save(self, goes_on: bool) -> CheckpointSaved:
+        cell, step = self._cell, self._cell.position.step
+        self._progress.at("save", step)
+        folder = self._checkpoints / step_folder(step)
+        if goes_on and any(cell.groups.world.gather_values((folder / MANIFEST).exists())):
+            found = read_manifest(folder)  # the generation before this one got that far
+            return CheckpointSaved(
+                generation=cell.groups.generation,
+                step=step,
+                path=str(folder),
+                state_hash=found.state_hash,
+                seconds=0.0,
+            )
+        return save_checkpoint(
+            cell,
+            self._checkpoints,
+            step=step,
+            consumed_samples=cell.position.consumed_samples,
+            keep=cell.job.checkpoint.keep,
+        )
 
 
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
     return f"{', '.join(names[:MOST_TOLD])}{more}"
-
-
-def _save(cell: Cell, checkpoints: Path, step: int, consumed_samples: int) -> CheckpointSaved:
-    return save_checkpoint(
-        cell, checkpoints, step=step, consumed_samples=consumed_samples, keep=cell.job.checkpoint.keep
-    )
 
 
 def _done(cell: Cell, step: int, saved: CheckpointSaved) -> CellDone:

@@ -91,6 +91,7 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
             f"{folder}: its run trained on a corpus of {samples} samples, {cell.job.data.train[0].path} has"
             f" {cell.training.num_samples}, so the order of samples would not go on; use the corpus it was trained on"
         )
+    cell.position.is_whole = False
     wanted = [(shard, np.empty(shard.box.shape, dtype=np.float32)) for shard in cell.optimizer.owned_state()]
     read_boxes(folder, manifest, [(shard.tensor, shard.box, array) for shard, array in wanted])
     for shard, array in wanted:
@@ -103,6 +104,7 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
     loaded = state_hash(cell)
     if loaded != manifest.state_hash:
         raise CheckpointError(f"{folder}: its state hash is {manifest.state_hash}, what was loaded has {loaded}")
+    cell.position.move_to(manifest.step, consumed_samples=manifest.consumed_samples)
     return manifest
 
 

@@ -19,10 +19,13 @@ import torch
 from rayformer.cell.build import Cell
 from rayformer.cell.measure import Measured, Meter
 from rayformer.cell.nonfinite import Origins
+from rayformer.cell.progress import NoProgress, Phase, Progress
+from rayformer.cell.snapshot import Snapshots
 from rayformer.data.loader import HeldOutOrder, TrainingOrder
 from rayformer.optim.lr import learning_rate, weight_decay
 from rayformer.optim.reduction import BucketReduction, sum_partial
 from rayformer.stages.executor import Feed
+from rayformer.stages.instructions import Instruction
 
 _REDUCTIONS_IN_FLIGHT = 4
 
@@ -41,8 +44,10 @@ class StepRunner:
     without waiting, and communication, the waiting that nothing hid.
     """
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, progress: Progress | None = None) -> None:
         self._cell = cell
+        self._progress = progress or NoProgress()
+        self._step, self._consumed_samples = 0, 0
         self._groups = cell.groups
         self._meter = Meter(cell)
         self._origins = Origins()
@@ -58,6 +63,8 @@ class StepRunner:
         """Read, execute and measure step number ``step``; no state has changed when this returns."""
         cell, batch = self._cell, self._cell.job.batch
         size = batch.size_after(consumed_samples)
+        self._step, self._consumed_samples = step, consumed_samples + size
+        self._progress.at("data", step)
         self.phase_s = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer"), 0.0)
         self._seed = _seed(cell)
         with self._timed("data"):
@@ -66,12 +73,15 @@ class StepRunner:
         cell.grads.start_step()
         self._origins.start_step()
         cell.executor.seconds.clear()
+        cell.executor.on_instruction = None if isinstance(self._progress, NoProgress) else self._note
         losses = cell.executor.run(cell.programs.train(size), feed, self)
         for kind, seconds in cell.executor.seconds.items():
             self.phase_s[_PHASES.get(kind, "communication")] += seconds
         with self._timed("optimizer"):
+            self._progress.at("reduce", step)
             while self._pending:
                 self._settle()
+            self._progress.at("vote", step)
             shards = [self._shards[i] for i in range(len(cell.parameters.plan.buckets))]
             sum_partial(shards, self._partial, self._groups.tp)
             cell.optimizer.tied.add_gradients(shards)
@@ -88,6 +98,7 @@ class StepRunner:
 
     def vote(self, *, stop: bool) -> Vote:
         """Meet every cell of the run; returns when all have come this far."""
+        self._progress.at("vote", self._step)
         with self._timed("communication"):
             ballot = torch.tensor([1.0, float(stop)], dtype=torch.float64, device=self._groups.device)
             self._groups.world.all_reduce(ballot).wait()
@@ -97,19 +108,32 @@ class StepRunner:
 
     def finish(self, measured: Measured, lr: float) -> None:
         """Clip, update and start to gather, unless the gradient was not finite."""
-        optimizer, section = self._cell.optimizer, self._cell.job.optim
+        optimizer, section, position = self._cell.optimizer, self._cell.job.optim, self._cell.position
         overflow = bool(measured.nonfinite)
+        self._progress.at("update", self._step)
+        grads = [] if overflow else self._owned_grads()
+        position.is_whole = False
         optimizer.loss_scale = optimizer.loss_scale.after(self._cell.job.precision, overflow=overflow)
         if not overflow:
             with self._timed("optimizer"):
                 factor = min(1.0, section.clip / (measured.norm + 1e-6)) if section.clip else 1.0
                 scale = factor / max(measured.valid_tokens, 1) / self._seed
-                grads = self._owned_grads()
                 for grad in grads:
                     grad.mul_(scale)
                 optimizer.update(grads, lr=lr, weight_decay=weight_decay(optimizer.num_updates + 1, section))
-                optimizer.start_gather()
+        skipped = position.skipped_in_row + 1 if overflow else 0
+        position.move_to(self._step, consumed_samples=self._consumed_samples, skipped_in_row=skipped)
         self._shards.clear()
+        if not overflow:
+            with self._timed("optimizer"):
+                self._progress.at("gather", self._step)
+                optimizer.start_gather()
+
+    def snapshot(self, snapshots: Snapshots) -> None:
+        """Copy the state as it is now out of this process."""
+        self._progress.at("snapshot", self._step)
+        snapshots.take()
+        self.phase_s["snapshot"] = snapshots.seconds
 
     def next_lr(self) -> float:
         """The rate that the next update will use."""
@@ -120,6 +144,8 @@ class StepRunner:
         if not self._can_evaluate:
             return None
         cell, batch = self._cell, self._cell.job.batch
+        self._progress.at("eval", self._cell.position.step)
+        cell.executor.on_instruction = None
         cell.optimizer.await_parameters()
         total, count = 0.0, 0
         for number in range(batches):
@@ -128,6 +154,10 @@ class StepRunner:
             measured = self._meter.measure_losses(losses, num_microbatches=batch.num_microbatches)
             total, count = total + measured.loss_sum, count + measured.valid_tokens
         return total / max(count, 1)
+
+    def _note(self, instruction: Instruction) -> None:
+        kind = type(instruction).__name__
+        self._progress.at(_PHASE_OF[kind], self._step, kind, getattr(instruction, _NUMBER_OF.get(kind, "microbatch")))
 
     # The instructions about gradients and parameters, see stages.executor.DataParallel.
 
@@ -189,6 +219,18 @@ class StepRunner:
         self.phase_s[phase] += time.perf_counter() - started - waited
 
 
+_PHASE_OF: dict[str, Phase] = {
+    "Forward": "forward",
+    "SendAct": "forward",
+    "RecvAct": "forward",
+    "AwaitParams": "gather",
+    "Backward": "backward",
+    "SendGrad": "backward",
+    "RecvGrad": "backward",
+    "FoldGrads": "reduce",
+    "ReduceGrads": "reduce",
+}
+_NUMBER_OF = {"AwaitParams": "bucket", "ReduceGrads": "bucket", "FoldGrads": "leaf"}
 _PHASES = {"Forward": "forward", "Backward": "backward", "FoldGrads": "backward", "ReduceGrads": "backward"}
 
 

@@ -15,6 +15,7 @@ from rayformer.config.layout import LayoutConfig
 from rayformer.config.model import CustomModelConfig, ModelConfig
 from rayformer.config.optim import OptimConfig, PrecisionConfig
 from rayformer.config.recompute import RecomputeConfig
+from rayformer.config.recovery import RecoveryConfig
 from rayformer.config.run import RunConfig
 from rayformer.config.section import Section
 
@@ -45,6 +46,7 @@ class Job(Section):
     data: DataConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rayformer.events import CellError
 
-_WEIGHT = {"died": 0, "raised": 1, "silent": 2, "collateral": 3}
+_WEIGHT = {"node": 0, "died": 1, "raised": 2, "silent": 3, "collateral": 4}
 
 
 def first_cause(errors: Sequence[CellError]) -> CellError:

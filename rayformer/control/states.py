@@ -1,10 +1,18 @@
 """The states of a run. Each carries what is known in it; the last two are ends.
 
-    Starting ---> Running ---> Finished
-        |            |
-        +------> Stopping ---> Failed
+    Starting --> Running --> Finished
+        |         |   ^
+        v         v   |
+        Draining  |   Restoring --> Draining, if one more is lost
+          |  ^----+     ^
+          v             |
+        Rebuilding -----+
+          |   ^
+          v   |
+        Waiting --> Saving --> Finished
 
-Repair adds Draining, Rebuilding, Restoring and Waiting between Running and itself.
+A generation is one membership. It ends with Draining, and Rebuilding prepares the next one. Failed is where errors lead
+that must not or can't be repaired, from any of them.
 """
 
 from __future__ import annotations
@@ -12,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rayformer.control.policy import Budget
+from rayformer.control.restore import Held, Restore
 from rayformer.events import CellDone, CellError
 
 
@@ -31,6 +41,7 @@ class Starting:
 
     generation: int
     cells: tuple[str, ...]
+    budget: Budget
     members: Mapping[str, Member] = field(default_factory=dict)
     stop_asked: bool = False
 
@@ -41,17 +52,85 @@ class Running:
 
     generation: int
     members: Mapping[str, Member]
+    budget: Budget
     done: Mapping[str, CellDone] = field(default_factory=dict)
     stop_asked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopping:
-    """The run can't go on: ``pending`` cells have not ended yet, and ``then`` is where it goes when they have."""
+class Draining:
+    """Something happened to cells of this generation: ``lost`` are gone, ``broke`` have lost a peer.
+
+    ``pending`` are those that have not stopped yet. ``standing`` is after which step the state of each stopped cell is
+    whole in its memory, None where it is not.
+    """
 
     generation: int
+    cells: tuple[str, ...]
+    budget: Budget
     pending: frozenset[str]
-    then: Failed
+    lost: Mapping[str, CellError] = field(default_factory=dict)
+    broke: Mapping[str, CellError] = field(default_factory=dict)
+    standing: Mapping[str, int | None] = field(default_factory=dict)
+    stop_asked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilding:
+    """Every survivor stands still; the ``lost`` cells get new owners for the next generation, which is this one.
+
+    ``missing`` are those without one so far. ``held`` is what there is to restore from, None until survey number
+    ``survey`` is answered. ``broke`` are the errors of cells that only lost a peer.
+    """
+
+    generation: int
+    cells: tuple[str, ...]
+    budget: Budget
+    lost: Mapping[str, CellError]
+    broke: Mapping[str, CellError]
+    missing: frozenset[str]
+    standing: Mapping[str, int | None]
+    survey: int = 1
+    held: Held | None = None
+    stop_asked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """There is nothing to repair with: ``why`` says what is missing. Otherwise as Rebuilding, which it goes back to.
+
+    When it ``is_over`` only the answer to the last survey is still awaited, to save what is held.
+    """
+
+    rebuilding: Rebuilding
+    why: str
+    is_over: bool = False
+
+    @property
+    def generation(self) -> int:
+        return self.rebuilding.generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restoring:
+    """All cells form the groups of this generation and take their state from where ``restore`` says."""
+
+    generation: int
+    cells: tuple[str, ...]
+    budget: Budget
+    lost: Mapping[str, CellError]
+    restore: Restore
+    members: Mapping[str, Member] = field(default_factory=dict)
+    stop_asked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """The cells that are left stand still while what the holders hold is written as a checkpoint, to end with it."""
+
+    generation: int
+    restore: Restore
+    errors: tuple[CellError, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,5 +149,5 @@ class Failed:
     errors: tuple[CellError, ...]
 
 
-State = Starting | Running | Stopping | Finished | Failed
+State = Starting | Running | Draining | Rebuilding | Waiting | Restoring | Saving | Finished | Failed
 END_STATES = (Finished, Failed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.optim.adamw import adamw
@@ -23,11 +24,15 @@ from rayformer.shards import Box, ParamSpec, flat_pieces, tensor_name
 
 @dataclass(frozen=True, kw_only=True)
 class StateShard:
-    """A box of one state tensor and the memory that holds it, as a view of the box's shape."""
+    """A box of one state tensor and the memory that holds it, as a view of the box's shape.
+
+    ``start`` is where it lies in ``flat_state``, one tensor after the other, in elements.
+    """
 
     tensor: str
     box: Box
     value: torch.Tensor
+    start: int
 
 
 class ShardedAdamW:
@@ -116,6 +121,10 @@ class ShardedAdamW:
         if bucket in self._gathers:
             self._gathers.pop(bucket).wait()
 
+    def forget_gathers(self) -> None:
+        """Those in flight will never arrive: their groups are gone."""
+        self._gathers.clear()
+
     def await_parameters(self) -> None:
         """Return when all parameters are here."""
         for bucket in list(self._gathers):
@@ -133,6 +142,10 @@ class ShardedAdamW:
         """Everything that this cell needs to go on, to be written into on a load."""
         return self._state(self.owned)
 
+    def flat_state(self) -> list[torch.Tensor]:
+        """All the memory of ``owned_state``, as few float32 tensors."""
+        return [*self._masters, *self._exp_avgs, *self._exp_avg_sqs]
+
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state beyond the parameters themselves."""
@@ -141,6 +154,7 @@ class ShardedAdamW:
 
     def _state(self, ranges: Sequence[tuple[int, int]]) -> Iterator[StateShard]:
         kinds = (("master", self._masters), ("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs))
+        starts = [0, *accumulate(stop - start for start, stop in self.owned)]
         for i, bucket in enumerate(self._plan.owned):
             lo, hi = ranges[i]
             base = self.owned[i][0]
@@ -151,9 +165,13 @@ class ShardedAdamW:
                 boxes = self._specs[slot.name].boxes(self._tp.size, self._tp.rank)
                 for piece in flat_pieces(boxes, start - slot.start, stop - slot.start):
                     at = slice(slot.start + piece.start - base, slot.start + piece.stop - base)
-                    for kind, tensors in kinds:
-                        value = tensors[i][at].view(piece.box.shape)
-                        yield StateShard(tensor=tensor_name(slot.name, kind), box=piece.box, value=value)
+                    for k, (kind, tensors) in enumerate(kinds):
+                        yield StateShard(
+                            tensor=tensor_name(slot.name, kind),
+                            box=piece.box,
+                            value=tensors[i][at].view(piece.box.shape),
+                            start=k * starts[-1] + starts[i] + at.start,
+                        )
 
     def _ranges(self, decays: bool) -> list[tuple[int, int, int]]:
         """Where parameters that do or do not decay lie in what is owned, as few and as long ranges as can be.

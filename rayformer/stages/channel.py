@@ -68,6 +68,12 @@ class Channel:
         self._expected.clear()
         self._posted.clear()
 
+    def forget(self) -> None:
+        """Nothing that is in flight will arrive: the group behind it is gone."""
+        self._in_flight.clear()
+        self._expected.clear()
+        self._posted.clear()
+
     def _post(self, line: tuple[int, int]) -> None:
         if self._expected[line] == 0:
             return

@@ -68,10 +68,12 @@ class Executor:
 
     ``counter`` is the last instruction begun, readable from another thread. ``seconds`` adds up how long training
     instructions of each kind took, without the seconds they waited, told by ``waited_s``; these are its ``waited``.
+    ``on_instruction`` is told of every instruction before it begins.
     """
 
     def __init__(self, stage: Stage, channel: Channel, *, waited_s: Callable[[], float] = float) -> None:
         self._stage, self._channel, self._waited_s = stage, channel, waited_s
+        self.on_instruction: Callable[[Instruction], None] | None = None
         self.counter: Instruction | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -94,7 +96,7 @@ class Executor:
         num_segments = len(self._stage.segments)
         self._channel.begin(program)
         for instruction in program:
-            self.counter = instruction
+            self._begin(instruction)
             started, waited = time.perf_counter(), self._waited_s()
             match instruction:
                 case Forward(microbatch=v, part=part):
@@ -136,11 +138,16 @@ class Executor:
             self.seconds["waited"] += waited
             self.seconds[type(instruction).__name__] += time.perf_counter() - started - waited
 
+    def _begin(self, instruction: Instruction) -> None:
+        self.counter = instruction
+        if self.on_instruction is not None:
+            self.on_instruction(instruction)
+
     def _evaluate(self, program: Program, feed: Feed, parallel: DataParallel, losses: Losses) -> None:
         passing: dict[int, torch.Tensor] = dict(feed.tokens)
         self._channel.begin(program)
         for instruction in program:
-            self.counter = instruction
+            self._begin(instruction)
             match instruction:
                 case Forward(microbatch=v):
                     passing[v] = self._stage(passing[v])

@@ -50,6 +50,7 @@ def write_job(folder, name, *, corpus, address="local", steps=8, **sections):
         "optim": {"lr": 1.0e-3, "decay_steps": 20, "warmup_steps": 2},
         "data": {"train": [{"path": corpus}], "split": [3, 1, 0]},
         "cluster": {"address": address, "dashboard": False, **sections.pop("cluster", {})},
+        "recovery": {"standbys_per_node": 0, **sections.pop("recovery", {})},
         **sections,
     }
     path = folder / f"{name}.yaml"

@@ -127,12 +127,9 @@ def train_events(member: Member, tree, folder: str, done: int, until: int):
     with open_cell(member, tree) as cell:
         if done:
             assert load_checkpoint(cell, checkpoints / step_folder(done)).step == done
-        consumed = done * cell.job.batch.global_
         events = train(
             cell,
             checkpoints=checkpoints,
-            done_steps=done,
-            consumed_samples=consumed,
             until=until,
             should_stop=lambda: False,
         )

@@ -31,6 +31,7 @@ FAMILIES = {
     "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 12},
     "gpt2": GPT2,
 }
+COMPILED = {"layers": 2, "compile": True}
 FULL = {"mode": "full"}
 BLOCK = {"mode": "full", "method": "block", "layers": 2}
 SELECTIVE = {"mode": "selective", "modules": ["core_attn", "mlp", "act", "norm"]}
@@ -97,6 +98,24 @@ def test_bits_do_not_depend_on_dp_pp_schedule_zero_or_recomputation(
     tree = job(corpus, family, params=params, **options)
     found = the_same_on_all(run_cells(world_of(tree), train_curve, tree, 4))
     assert found == reference(job(corpus, family, params=params), 4)
+
+
+@pytest.fixture(scope="module")
+def compiled(run_cells, corpus):
+    """The curve of a compiled model in one process."""
+    tree = job(corpus, "llama", model=COMPILED)
+    return the_same_on_all(run_cells(1, train_curve, tree, 2))
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_bits_of_a_compiled_model_do_not_depend_on_the_layout(run_cells, corpus, compiled, layout):
+    tree = job(corpus, "llama", model=COMPILED, layout=layout)
+    assert the_same_on_all(run_cells(world_of(tree), train_curve, tree, 2)) == compiled
+
+
+def test_a_compiled_model_follows_the_curve_of_torchs_kernels_to_rounding(reference, corpus, compiled):
+    plain, _ = reference(job(corpus, "llama", model={"layers": 2}), 2)
+    assert max(deviations(compiled[0], plain)) < 1e-5
 
 
 def deviations(curve, expected):

@@ -10,6 +10,7 @@ import torch
 from worker_pool import TaskFailed
 
 from rayformer.errors import CollectiveError
+from rayformer.groups import Groups
 from rayformer.layout import Layout
 
 EIGHT = Layout(tp=2, dp=2, pp=2)
@@ -270,4 +271,51 @@ def form_alone(member):
 def test_members_of_different_generations_never_form_a_group(run_cells):
     messages = run_cells(2, form_alone)
     for rank, message in enumerate(messages):
-        assert f"generation {rank + 5} could not form within 1 s" in message
+        assert message.startswith("only 1 of 2 cells came to ") and f"/g{rank + 5}/" in message
+
+
+def renew_after_abort(member, cycles):
+    """The sums over the world in every generation, while one member is late for the abort each time."""
+    groups = member.form(EIGHT)
+    world, found = groups.world, []
+    for generation in range(2, cycles + 2):
+        own = torch.tensor([float(member.rank)])
+        world.all_reduce(own).wait()
+        found.append(own.item())
+        if member.rank == generation % 8:
+            time.sleep(0.05)
+        else:
+            threading.Timer(0.1, groups.abort).start()
+            with pytest.raises(CollectiveError):
+                groups.world.recv(torch.empty(1), (groups.world.rank + 1) % 8, 9).wait()
+        groups.abort()
+        groups.renew(generation=generation, run=member.task, store=member.store)
+        assert groups.world is world and groups.generation == generation
+    before = held()
+    groups.close()
+    return found, before
+
+
+def test_groups_connect_anew_and_stay_the_objects_that_everybody_holds(run_cells):
+    results = run_cells(8, renew_after_abort, 6)
+    assert all(found == [28.0] * 6 for found, _ in results)
+    assert all(sockets < 60 for _, (_, sockets, _) in results), "connections of old generations are left"
+
+
+def wait_for_a_member_that_does_not_come(member):
+    """How the wait ends for those that came when they are told that the generation is given up."""
+    if member.rank == 1:
+        return "absent"
+    aborted = threading.Event()
+    threading.Timer(0.3, aborted.set).start()
+    with pytest.raises(CollectiveError) as error:
+        Groups.form(
+            layout=Layout(dp=2), rank=0, generation=1, run=member.task, store=member.store,
+            device=torch.device("cpu"), is_aborted=aborted.is_set,
+        )  # fmt: skip
+    return str(error.value)
+
+
+def test_who_waits_for_others_to_form_groups_can_be_called_back(run_cells):
+    told, _ = run_cells(2, wait_for_a_member_that_does_not_come)
+    assert told.startswith("only 1 of 2 cells came to ")

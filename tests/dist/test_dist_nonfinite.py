@@ -221,8 +221,6 @@ def loop_through(member, tree, folder, steps):
         events = train(
             cell,
             checkpoints=Path(folder),
-            done_steps=0,
-            consumed_samples=0,
             until=len(steps),
             should_stop=lambda: False,
         )

@@ -56,14 +56,11 @@ def ramp_up(member, tree, folder, done, until):
     with open_cell(member, tree, bucket_elements=SMALL_BUCKETS) as built:
         training = Read(built.training) if built.training else None
         cell = replace(built, training=training)
-        consumed = 0
         if done:
-            consumed = load_checkpoint(cell, Path(folder) / step_folder(done)).consumed_samples
+            load_checkpoint(cell, Path(folder) / step_folder(done))
         events = train(
             cell,
             checkpoints=Path(folder),
-            done_steps=done,
-            consumed_samples=consumed,
             until=until,
             should_stop=lambda: False,
         )

@@ -1,0 +1,181 @@
+"""The holder: owns the memory of its node in which cells keep their snapshots, and looks at what they are doing.
+
+It computes nothing and imports no torch. It is a child of the controller and has no accelerator. A cell's memory is a
+memfd, which other processes of the node open by this process's number; it stays as long as one of them has it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import ray
+
+from rayformer.cell.progress import Word, read_word
+from rayformer.ckpt.slots import SlotFile, Snapshot
+from rayformer.errors import RunError, SnapshotError
+
+KEPT_COPIES = 2
+PULL_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """One snapshot by value, with the index of its file."""
+
+    index: bytes
+    step: int
+    generation: int
+    extra: dict[str, Any]
+    payload: npt.NDArray[np.float32]
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(step=self.step, generation=self.generation, extra=self.extra, payload=self.payload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What is seen of a cell from outside: its word, how old that is, and whether its process is stopped."""
+
+    word: Word
+    age_s: float
+    is_stopped: bool
+
+
+class Holder:
+    """The memory of one node. ``second_for`` other nodes' cells it keeps copies, which it fetches by itself."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, tuple[int, mmap.mmap]] = {}
+        self._copies: dict[str, list[Copy]] = {}
+        self._sources: list[Any] = []
+        self._pids: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def reserve(self, cell: str, num_bytes: int, pid: int) -> str:
+        """The path of ``cell``'s memory, at least ``num_bytes`` long; what is in it from before stays.
+
+        Raises RunError if the node has not that much memory left.
+        """
+        with self._lock:
+            self._pids[cell] = pid
+            known = self._memory.get(cell)
+            if known is None or len(known[1]) < num_bytes:
+                free = psutil.virtual_memory().available
+                if num_bytes > free:
+                    raise RunError(
+                        f"the snapshots of {cell} take {num_bytes / 2**30:.1f} GiB of host memory, and its node has"
+                        f" {free / 2**30:.1f} GiB left; use a wider layout or recovery.snapshot_every=0"
+                    )
+                self._drop(cell)
+                descriptor = os.memfd_create(f"rayformer {cell}")
+                os.ftruncate(descriptor, num_bytes)
+                self._memory[cell] = descriptor, mmap.mmap(descriptor, num_bytes)
+            return f"/proc/{os.getpid()}/fd/{self._memory[cell][0]}"
+
+    def release(self, cells: list[str]) -> None:
+        """Forget the memory of cells that live elsewhere now, and copies of them that nobody needs."""
+        with self._lock:
+            for cell in cells:
+                self._drop(cell)
+
+    def forget_after(self, step: int) -> None:
+        """Copies of later steps are of a past that is left behind. Cells forget their own slots themselves."""
+        for cell, copies in list(self._copies.items()):
+            self._copies[cell] = [copy for copy in copies if copy.step <= step]
+
+    def survey(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """Of which steps there is a whole snapshot of each cell: in its own slots, and as copies."""
+        with self._lock:
+            own = {cell: _whole_steps(memory) for cell, (_, memory) in self._memory.items()}
+            return own, {cell: tuple(copy.step for copy in copies) for cell, copies in self._copies.items()}
+
+    def fetch(self, cell: str, step: int) -> Copy:
+        """The snapshot of ``cell`` after ``step`` by value. Raises SnapshotError if there is none."""
+        for copy in self._copies.get(cell, ()):
+            if copy.step == step:
+                return copy
+        return self._copy(cell, step)
+
+    def newest(self) -> dict[str, int]:
+        """The newest step in each cell's slots."""
+        newest = {}
+        for cell, (_, memory) in list(self._memory.items()):
+            with suppress(ValueError):  # closed meanwhile
+                steps = SlotFile(memory).steps()
+                if steps:
+                    newest[cell] = max(steps)
+        return newest
+
+    def keep_copies_of(self, holders: list[Any]) -> None:
+        """Fetch the newest snapshots of ``holders``' cells from now on, in the background."""
+        first = not self._sources
+        self._sources = list(holders)
+        if first and holders:
+            threading.Thread(target=self._pull_forever, daemon=True).start()
+
+    def look(self) -> dict[str, Sight]:
+        """What is seen of every cell here."""
+        seen, now = {}, time.monotonic()
+        for cell, (_, memory) in list(self._memory.items()):
+            with suppress(ValueError):
+                word = read_word(memory)
+                if word.count:
+                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=_is_stopped(self._pids[cell]))
+        return seen
+
+    def _pull_forever(self) -> None:
+        while True:
+            for holder in self._sources:
+                with suppress(ray.exceptions.RayError):
+                    for cell, step in ray.get(holder.newest.remote()).items():
+                        if all(copy.step != step for copy in self._copies.get(cell, ())):
+                            copy = ray.get(holder.fetch.remote(cell, step))
+                            self._copies[cell] = [*self._copies.get(cell, ()), copy][-KEPT_COPIES:]
+            time.sleep(PULL_EVERY_S)
+
+    def _copy(self, cell: str, step: int) -> Copy:
+        if cell not in self._memory:
+            raise SnapshotError(f"this node holds no memory of {cell}")
+        file = SlotFile(self._memory[cell][1])
+        found = file.read(step)
+        copy = Copy(
+            index=file.index_text,
+            step=step,
+            generation=found.generation,
+            extra=dict(found.extra),
+            payload=found.payload.copy(),
+        )
+        file.read(step)  # it may have been written again meanwhile
+        return copy
+
+    def _drop(self, cell: str) -> None:
+        if cell in self._memory:
+            descriptor, memory = self._memory.pop(cell)
+            os.close(descriptor)
+            with suppress(BufferError):  # somebody still looks at it
+                memory.close()
+
+
+def _whole_steps(memory: mmap.mmap) -> tuple[int, ...]:
+    file, whole = SlotFile(memory), []
+    for step in file.steps():
+        with suppress(SnapshotError):
+            whole.append(file.read(step).step)
+    return tuple(whole)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False

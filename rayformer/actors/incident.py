@@ -1,0 +1,61 @@
+"""One incident: from the first sign of a loss to the first step after it, in the figures of its ``recovered`` line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayformer.actors.assignment import Joined
+from rayformer.control.failure import first_cause
+from rayformer.control.states import Draining, Rebuilding, Restoring, Running, State
+
+
+@dataclass(kw_only=True)
+class Incident:
+    """``started`` and ``told``: when it was noticed, and which step was the last told of before."""
+
+    started: float
+    told: int
+    _entered: dict[str, float] = field(default_factory=dict)
+    _restoring: Restoring | None = None
+    _joined: dict[str, Joined] = field(default_factory=dict)
+
+    def enter(self, state: State, now: float) -> None:
+        """The machine is in ``state`` at ``now``."""
+        self._entered.setdefault(type(state).__name__, now)
+        if isinstance(state, Draining | Rebuilding):
+            self._entered = {name: at for name, at in self._entered.items() if name not in _LATER[type(state).__name__]}
+        if isinstance(state, Restoring):
+            self._restoring = state
+        assert not isinstance(state, Running) or self._restoring is not None
+
+    def joined(self, cell: str, joined: Joined) -> None:
+        """A cell has its state."""
+        self._joined[cell] = joined
+
+    def values(self, now: float, *, first_step: int) -> dict[str, Any]:
+        """The line's values, when the first step after it is told."""
+        restoring = self._restoring
+        assert restoring is not None
+        at = {
+            name: self._entered.get(name, self.started) for name in ("Draining", "Rebuilding", "Restoring", "Running")
+        }
+        return {
+            "cells": list(restoring.lost),
+            "cause": first_cause(tuple(restoring.lost.values())).message if restoring.lost else "a lost connection",
+            "source": restoring.restore.source,
+            "step": restoring.restore.step,
+            "steps_redone": max(0, self.told - restoring.restore.step),
+            "detect_s": 0.0,
+            "drain_s": at["Rebuilding"] - at["Draining"],
+            "form_s": max((joined.seconds.get("form", 0.0) for joined in self._joined.values()), default=0.0),
+            "restore_s": at["Running"] - at["Rebuilding"],
+            "first_step_s": now - at["Running"],
+            "total_s": now - self.started,
+            "bytes_moved": sum(joined.moved_bytes for joined in self._joined.values()),
+            "gather_bytes": sum(joined.gather_bytes for joined in self._joined.values()),
+            "disk_bytes": sum(joined.disk_bytes for joined in self._joined.values()),
+        }
+
+
+_LATER = {"Draining": ("Rebuilding", "Restoring", "Running"), "Rebuilding": ("Restoring", "Running")}

@@ -1,0 +1,73 @@
+"""The progress word: what a cell is doing, readable from outside even when its process is frozen.
+
+It lies at the head of the cell's slots, so that whoever owns these sees it without asking the cell. Phases and
+instructions are written as numbers; a reader that catches the word half-written sees the time of the one before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from rayformer.ckpt.slots import PROGRESS_AT
+
+Phase = Literal[
+    "setup", "load", "data", "forward", "backward", "reduce", "vote", "update", "gather", "snapshot", "eval", "save",
+    "idle", "joining",
+]  # fmt: skip
+PHASES: tuple[Phase, ...] = get_args(Phase)
+INSTRUCTIONS = (
+    "", "Forward", "Backward", "SendAct", "RecvAct", "SendGrad", "RecvGrad", "FoldGrads", "ReduceGrads", "AwaitParams",
+)  # fmt: skip
+_WORD = struct.Struct("<qqqqqd")  # count of words, step, phase, instruction, its microbatch or bucket, monotonic time
+
+
+class Progress(Protocol):
+    """Is told what the cell begins."""
+
+    def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None: ...
+
+
+class NoProgress:
+    """For cells that nobody watches."""
+
+    def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What a cell was doing at ``time``, on the clock that all processes of its machine share, in seconds."""
+
+    count: int
+    step: int
+    phase: Phase
+    instruction: str
+    number: int
+    time: float
+
+
+class ProgressWord:
+    """Writes into the head of ``memory``."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._count = 0
+
+    def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
+        self._count += 1
+        _WORD.pack_into(
+            self._memory, PROGRESS_AT, self._count, step, PHASES.index(phase), INSTRUCTIONS.index(instruction), number,
+            time.monotonic(),
+        )  # fmt: skip
+
+
+def read_word(memory: mmap.mmap) -> Word:
+    """The word in the head of ``memory``."""
+    count, step, phase, instruction, number, at = _WORD.unpack_from(memory, PROGRESS_AT)
+    return Word(
+        count=count, step=step, phase=PHASES[phase], instruction=INSTRUCTIONS[instruction], number=number, time=at
+    )

@@ -1,0 +1,121 @@
+"""A cell's snapshots: its own state copied into slots outside of its process, and taken back from there."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rayformer.cell.build import Cell
+from rayformer.ckpt.slots import IndexEntry, SlotFile, Snapshot, dump_index, holdings_of
+from rayformer.events import StepReport, plain
+from rayformer.optim.scaler import LossScale
+from rayformer.shards import plan_transfers
+
+SHARE = 0.01  # of a step, for snapshots
+
+
+def slot_index(cell: Cell) -> list[IndexEntry]:
+    """What lies where in a snapshot of ``cell``."""
+    return [IndexEntry(tensor=s.tensor, box=s.box, start=s.start) for s in cell.optimizer.owned_state()]
+
+
+def slot_bytes(cell: Cell) -> int:
+    """The size of the file that holds the slots of ``cell``."""
+    return SlotFile.bytes_needed(_payload_bytes(cell), len(dump_index(slot_index(cell))))
+
+
+def map_memory(path: Path) -> mmap.mmap:
+    """The memory of ``path``, such as /proc/PID/fd/N; it stays as long as somebody maps it."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+class Snapshots:
+    """Takes snapshots of ``cell`` into ``memory`` after every ``every`` steps, auto: as often as costs little.
+
+    ``more`` gives further small values of each.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        memory: mmap.mmap,
+        *,
+        every: int | Literal["auto"],
+        more: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._cell, self._more = cell, more
+        self.is_auto = every == "auto"
+        self.every = 1 if every == "auto" else every
+        self.seconds = 0.0
+        self.file = SlotFile(memory)
+        self.file.prepare(slot_index(cell), _payload_bytes(cell))
+
+    def take(self) -> None:
+        """Copy the state as it is now, after the step that ``cell.position`` says."""
+        cell, started = self._cell, time.perf_counter()
+        position = cell.position
+        slot = self.file.begin(position.step)
+        payload = torch.frombuffer(self.file.payload(slot), dtype=torch.float32)
+        at = 0
+        for flat in cell.optimizer.flat_state():
+            payload[at : at + flat.numel()].copy_(flat)
+            at += flat.numel()
+        extra = {
+            "updates": cell.optimizer.num_updates,
+            "loss_scale": asdict(cell.optimizer.loss_scale),
+            "consumed_samples": position.consumed_samples,
+            "skipped_in_row": position.skipped_in_row,
+            "report": None if position.report is None else plain(position.report),
+            **self._more(),
+        }
+        self.file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra)
+        self.seconds = time.perf_counter() - started
+
+    def agree(self, step_s: float) -> None:
+        """Choose, with all cells, the smallest interval that costs at most ``SHARE`` of a step of ``step_s``."""
+        wanted = math.ceil(self.seconds / (SHARE * step_s))
+        self.every = max(self._cell.groups.world.gather_values(wanted))
+
+
+def restore(cell: Cell, snapshots: Iterable[tuple[bytes, Snapshot]]) -> int:
+    """Fill the own shard of ``cell`` from snapshots of one step, each with the index of its file; the bytes moved.
+
+    The parameters are not gathered yet. Raises CoverageError if the snapshots leave a hole.
+    """
+    taken = list(snapshots)
+    have = [holding for index, snapshot in taken for holding in holdings_of(index, snapshot)]
+    targets = {(shard.tensor, shard.box): shard.value for shard in cell.optimizer.owned_state()}
+    moved = 0
+    cell.position.is_whole = False
+    for transfer in plan_transfers(have, targets):
+        snapshot, start = transfer.source.place
+        box = transfer.source.box
+        values = torch.from_numpy(snapshot.payload)[start : start + box.numel].view(box.shape)
+        part = values[transfer.part.slices(box)]
+        targets[transfer.tensor, transfer.target][transfer.part.slices(transfer.target)].copy_(part)
+        moved += part.numel() * part.element_size()
+    (extra,) = {snapshot.step: snapshot.extra for _, snapshot in taken}.values()
+    cell.optimizer.num_updates = extra["updates"]
+    cell.optimizer.loss_scale = LossScale(**extra["loss_scale"])
+    cell.position.move_to(
+        taken[0][1].step, consumed_samples=extra["consumed_samples"], skipped_in_row=extra["skipped_in_row"]
+    )
+    if extra["report"] is not None:
+        cell.position.report = StepReport(**extra["report"])
+    return moved
+
+
+def _payload_bytes(cell: Cell) -> int:
+    return sum(flat.numel() * flat.element_size() for flat in cell.optimizer.flat_state())

@@ -1,0 +1,171 @@
+"""A cell's snapshots in memory that outlives its process: some slots, each the cell's whole state of one step.
+
+The file is a memfd that a holder owns and the cell maps. It begins with a page of its own (how many slots of what size,
+and the cell's progress word), then comes the index, which says in model coordinates what lies where in a slot, then the
+slots: a header, some small values, and the payload. A header is not valid while its slot is written, and its checksum
+covers the payload, so that a half-written slot is never taken for a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rayformer.errors import SnapshotError
+from rayformer.shards import Box, Holding
+
+PAGE = 4096
+NUM_SLOTS = 3
+EXTRA_BYTES = 256 * 1024
+_MAGIC = b"rfslots1"
+_FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
+_SLOT = struct.Struct("<QQQQQQ")  # valid, generation, step, xxh3 of the payload, bytes of the small values, their xxh3
+PROGRESS_AT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexEntry:
+    """A box of one state tensor and where its float32 values start in the payload, in elements."""
+
+    tensor: str
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One complete slot: after which step, of which generation, with what small values; ``payload`` is flat float32."""
+
+    step: int
+    generation: int
+    extra: Mapping[str, Any]
+    payload: npt.NDArray[np.float32]
+
+
+class SlotFile:
+    """The slots in ``memory``, which is as long as ``bytes_needed`` says.
+
+    One process writes; others may read at any time. ``payload_bytes`` and the index are set once, by ``prepare``.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @staticmethod
+    def bytes_needed(payload_bytes: int, index_bytes: int) -> int:
+        return PAGE + _up(index_bytes) + NUM_SLOTS * (PAGE + EXTRA_BYTES + _up(payload_bytes))
+
+    def prepare(self, index: Sequence[IndexEntry], payload_bytes: int) -> None:
+        """Write the file's head, unless it is there already: slots that hold the same boxes keep their contents."""
+        text = dump_index(index)
+        if self.is_prepared and self.index_text == text and self.payload_bytes == payload_bytes:
+            return
+        needed = self.bytes_needed(payload_bytes, len(text))
+        assert len(self._memory) >= needed, f"{len(self._memory)} bytes for slots of {needed}"
+        self._memory[: _FILE.size] = _FILE.pack(_MAGIC, NUM_SLOTS, payload_bytes, len(text))
+        self._memory[PAGE : PAGE + len(text)] = text
+        for slot in range(NUM_SLOTS):
+            self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._memory[:8] == _MAGIC
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self._head[2])
+
+    @property
+    def index_text(self) -> bytes:
+        return self._memory[PAGE : PAGE + self._head[3]]
+
+    def holdings(self, snapshot: Snapshot) -> Iterator[Holding[tuple[Snapshot, int]]]:
+        """What ``snapshot`` holds, for ``plan_transfers``; a place is the snapshot and where in its payload."""
+        return holdings_of(self.index_text, snapshot)
+
+    def begin(self, step: int) -> int:
+        """The slot to write the snapshot of ``step`` into: the oldest, which is no snapshot from now on."""
+        headers = [self._header(slot) for slot in range(NUM_SLOTS)]
+        free = [slot for slot, (valid, *_) in enumerate(headers) if not valid]
+        same = [slot for slot, header in enumerate(headers) if header[0] and header[2] == step]
+        slot = (same or free or [min(range(NUM_SLOTS), key=lambda s: headers[s][2])])[0]
+        self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+        return slot
+
+    def payload(self, slot: int) -> memoryview:
+        """The memory of a slot's payload, to be written between ``begin`` and ``commit``."""
+        start = self._slot_at(slot) + PAGE + EXTRA_BYTES
+        return memoryview(self._memory)[start : start + self.payload_bytes]
+
+    def commit(self, slot: int, *, step: int, generation: int, extra: Mapping[str, Any]) -> None:
+        """Make the slot a snapshot; the header is complete before it becomes valid."""
+        text = json.dumps(extra).encode()
+        assert len(text) <= EXTRA_BYTES, f"{len(text)} bytes of small values"
+        at = self._slot_at(slot)
+        self._memory[at + PAGE : at + PAGE + len(text)] = text
+        checksum = xxhash.xxh3_64_intdigest(self.payload(slot))
+        header = _SLOT.pack(0, generation, step, checksum, len(text), xxhash.xxh3_64_intdigest(text))
+        self._memory[at : at + _SLOT.size] = header
+        self._memory[at : at + 8] = (1).to_bytes(8, "little")
+
+    def forget_after(self, step: int) -> None:
+        """Snapshots of later steps are of a past that is left behind: they are none from now on."""
+        for slot in range(NUM_SLOTS):
+            valid, _, found, *_ = self._header(slot)
+            if valid and found > step:
+                self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+
+    def steps(self) -> dict[int, int]:
+        """The generation of every step that some slot says it holds; nothing is verified."""
+        headers = (self._header(slot) for slot in range(NUM_SLOTS)) if self.is_prepared else ()
+        return {step: generation for valid, generation, step, *_ in headers if valid}
+
+    def read(self, step: int) -> Snapshot:
+        """The snapshot of ``step``, verified; its payload is a view. SnapshotError if there is none, or not whole."""
+        for slot in range(NUM_SLOTS) if self.is_prepared else ():
+            valid, generation, found, checksum, extra_bytes, extra_checksum = self._header(slot)
+            if not valid or found != step:
+                continue
+            at = self._slot_at(slot) + PAGE
+            text = self._memory[at : at + extra_bytes]
+            payload = self.payload(slot)
+            if (
+                xxhash.xxh3_64_intdigest(payload) == checksum
+                and xxhash.xxh3_64_intdigest(text) == extra_checksum
+                and self._header(slot)[:3] == (1, generation, step)  # nor has it been written while it was read
+            ):
+                values = np.frombuffer(payload, dtype="<f4")
+                return Snapshot(step=step, generation=generation, extra=json.loads(text), payload=values)
+        raise SnapshotError(f"the slots hold no whole snapshot of step {step}, but of {sorted(self.steps())}")
+
+    @property
+    def _head(self) -> tuple[Any, ...]:
+        return _FILE.unpack_from(self._memory)
+
+    def _header(self, slot: int) -> tuple[int, ...]:
+        return _SLOT.unpack_from(self._memory, self._slot_at(slot))
+
+    def _slot_at(self, slot: int) -> int:
+        _, _, payload_bytes, index_bytes = self._head
+        return int(PAGE + _up(index_bytes) + slot * (PAGE + EXTRA_BYTES + _up(payload_bytes)))
+
+
+def dump_index(index: Sequence[IndexEntry]) -> bytes:
+    return json.dumps([[e.tensor, e.box.lo, e.box.hi, e.start] for e in index]).encode()
+
+
+def holdings_of(index_text: bytes, snapshot: Snapshot) -> Iterator[Holding[tuple[Snapshot, int]]]:
+    for tensor, lo, hi, start in json.loads(index_text):
+        yield Holding(tensor=tensor, box=Box(lo=tuple(lo), hi=tuple(hi)), place=(snapshot, start))
+
+
+def _up(number: int) -> int:
+    return -(-number // PAGE) * PAGE

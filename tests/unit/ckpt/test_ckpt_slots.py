@@ -1,0 +1,107 @@
+"""Slots of snapshots: three of them, the oldest is written next, and nothing half-written is ever taken for whole."""
+
+import mmap
+
+import numpy as np
+import pytest
+
+from rayformer.ckpt.slots import EXTRA_BYTES, NUM_SLOTS, PAGE, IndexEntry, SlotFile, dump_index, holdings_of
+from rayformer.errors import SnapshotError
+from rayformer.shards import Box, plan_transfers
+
+BOXES = [Box(lo=(0, 0), hi=(2, 3)), Box(lo=(2, 0), hi=(3, 2))]
+INDEX = [IndexEntry(tensor="w@master", box=BOXES[0], start=0), IndexEntry(tensor="w@master", box=BOXES[1], start=6)]
+NUMEL = 8
+
+
+def slot_file(index=INDEX):
+    memory = mmap.mmap(-1, SlotFile.bytes_needed(4 * NUMEL, len(dump_index(index))))
+    file = SlotFile(memory)
+    file.prepare(index, 4 * NUMEL)
+    return file, memory
+
+
+def take(file, step, *, generation=1, value=None, **extra):
+    slot = file.begin(step)
+    np.frombuffer(file.payload(slot), dtype="<f4")[:] = step if value is None else value
+    file.commit(slot, step=step, generation=generation, extra=extra)
+
+
+def test_the_newest_three_are_kept_and_read_with_their_small_values():
+    file, _ = slot_file()
+    assert file.steps() == {}
+    for step in range(1, 6):
+        take(file, step, generation=step // 2, samples=8 * step)
+    assert file.steps() == {3: 1, 4: 2, 5: 2} and len(file.steps()) == NUM_SLOTS
+    for step in (3, 4, 5):
+        snapshot = file.read(step)
+        assert (snapshot.step, snapshot.generation, snapshot.extra) == (step, step // 2, {"samples": 8 * step})
+        assert snapshot.payload.tolist() == [step] * NUMEL
+    with pytest.raises(SnapshotError, match=r"no whole snapshot of step 2, but of \[3, 4, 5\]"):
+        file.read(2)
+
+
+def test_a_slot_is_none_while_it_is_written():
+    file, _ = slot_file()
+    for step in (1, 2, 3):
+        take(file, step)
+    file.payload(file.begin(4))[:4] = b"half"
+    assert sorted(file.steps()) == [2, 3]
+
+
+def test_a_step_that_is_done_again_takes_the_place_of_its_first_time():
+    file, _ = slot_file()
+    for step in (1, 2, 3):
+        take(file, step)
+    take(file, 2, generation=2, value=7.0)
+    assert file.steps() == {1: 1, 2: 2, 3: 1} and file.read(2).payload[0] == 7.0
+
+
+def test_what_lies_ahead_of_the_step_that_a_run_goes_on_from_is_forgotten():
+    file, _ = slot_file()
+    for step in (1, 2, 3):
+        take(file, step)
+    file.forget_after(1)
+    assert list(file.steps()) == [1]
+
+
+@pytest.mark.parametrize("at", ["payload", "small values", "checksum"])
+def test_a_changed_byte_makes_it_no_snapshot(at):
+    file, memory = slot_file()
+    take(file, 1, samples=8)
+    start = file._slot_at(0)
+    place = {"payload": start + PAGE + EXTRA_BYTES + 5, "small values": start + PAGE + 2, "checksum": start + 24}[at]
+    memory[place] ^= 1
+    with pytest.raises(SnapshotError, match="no whole snapshot of step 1"):
+        file.read(1)
+
+
+def test_another_process_of_the_same_cell_finds_what_the_first_one_left():
+    file, memory = slot_file()
+    take(file, 1)
+    second = SlotFile(memory)
+    second.prepare(INDEX, 4 * NUMEL)
+    assert second.read(1).payload[0] == 1.0
+    second.prepare(INDEX[:1], 4 * NUMEL)  # and one that holds other boxes does not take them for its own
+    assert second.steps() == {}
+
+
+def test_memory_that_nobody_prepared_holds_nothing():
+    assert SlotFile(mmap.mmap(-1, 10 * PAGE)).steps() == {}
+
+
+def test_holdings_say_in_model_coordinates_what_lies_where():
+    file, _ = slot_file()
+    slot = file.begin(1)
+    np.frombuffer(file.payload(slot), dtype="<f4")[:] = range(NUMEL)
+    file.commit(slot, step=1, generation=1, extra={})
+    snapshot = file.read(1)
+    want = Box(lo=(1, 0), hi=(3, 2))
+    found = np.full((3, 3), -1.0)
+    for transfer in plan_transfers(holdings_of(file.index_text, snapshot), [("w@master", want)]):
+        holder, start = transfer.source.place
+        box = transfer.source.box
+        values = holder.payload[start : start + box.numel].reshape(box.shape)
+        whole = Box(lo=(0, 0), hi=(3, 3))
+        found[transfer.part.slices(whole)] = values[transfer.part.slices(box)]
+    np.testing.assert_array_equal(found, [[-1, -1, -1], [3, 4, -1], [6, 7, -1]])
