@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from rayformer.config.job import Job
-from rayformer.config.keys import keys_of, section_of
+from rayformer.config.keys import is_list, keys_of, section_of
 from rayformer.config.model import CustomModelConfig
 
 HEAD = """\
@@ -31,7 +31,7 @@ number, `yes` is text. An unknown key, a key given twice and an alias are refuse
 
 def keys_page() -> str:
     """The whole page."""
-    sections = [(name, section_of(field)) for name, field in keys_of(Job).items()]
+    sections = [(f"{name}[i]" if is_list(field) else name, section_of(field)) for name, field in keys_of(Job).items()]
     own = list(_section("model", CustomModelConfig, title="model, of your own"))
     lines = (line for name, section in sections if section for line in _section(name, section))
     return "\n".join([HEAD, *lines, *own])
@@ -50,8 +50,7 @@ def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
         kind = _kind(field.annotation, field.metadata)
         yield f"| `{prefix}.{key}` | {kind} | {_default(field)} | {field.description} |"
         if inner := section_of(field):
-            listed = get_origin(field.annotation) is tuple
-            yield from _rows(f"{prefix}.{key}{'[i]' if listed else ''}", inner)
+            yield from _rows(f"{prefix}.{key}{'[i]' if is_list(field) else ''}", inner)
 
 
 def _kind(annotation: Any, bounds: list[Any]) -> str:

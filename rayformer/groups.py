@@ -356,16 +356,7 @@ class Groups:
         connection must then come about within ``connect_s``. Raises CollectiveError, also when ``is_aborted`` says so
         while others are awaited.
         """
-        groups = cls(
-            layout=layout,
-            cell=layout.cell(rank),
-            generation=generation,
-            device=device,
-            by_axes={
-                axes: Group(axes=axes, communicator=Communicator(ranks, None), rank=ranks.index(rank), device=device)
-                for axes, ranks in _memberships(layout, rank).items()
-            },
-        )
+        groups = cls.unconnected(layout=layout, rank=rank, device=device)
         groups.renew(
             generation=generation,
             run=run,
@@ -376,6 +367,20 @@ class Groups:
             is_aborted=is_aborted,
         )
         return groups
+
+    @classmethod
+    def unconnected(cls, *, layout: Layout, rank: int, device: torch.device) -> Groups:
+        """The groups of ``rank`` of generation 0: something can be built with them, but not used before ``renew``."""
+        return cls(
+            layout=layout,
+            cell=layout.cell(rank),
+            generation=0,
+            device=device,
+            by_axes={
+                axes: Group(axes=axes, communicator=Communicator(ranks, None), rank=ranks.index(rank), device=device)
+                for axes, ranks in _memberships(layout, rank).items()
+            },
+        )
 
     def renew(
         self,

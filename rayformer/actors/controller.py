@@ -24,6 +24,7 @@ from rayformer.actors.assignment import Assignment
 from rayformer.actors.crew import Crew, Hand
 from rayformer.actors.holder import Sight
 from rayformer.actors.incident import Incident
+from rayformer.actors.salvage import save_copies
 from rayformer.cell.plan import RunPlan
 from rayformer.control.journal import attempt_entry, entry_of
 from rayformer.control.machine import Machine
@@ -43,6 +44,7 @@ from rayformer.control.messages import (
     DeadlinePassed,
     Event,
     Grant,
+    HeldSaved,
     Join,
     Kill,
     NoRoom,
@@ -61,7 +63,7 @@ from rayformer.control.policy import Budget
 from rayformer.control.restore import Held, Holdings, Restore, Source
 from rayformer.control.stall import Seen, Stall, StallJudge
 from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Restoring, Running, Starting, State
-from rayformer.errors import RayformerError, RunError, SnapshotError
+from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
 from rayformer.observe.display import NoDisplay
 from rayformer.observe.recorder import Recorder
@@ -182,7 +184,6 @@ class Controller:
                 self._judge.start_generation()
                 for cell in self._names:
                     self._calls[cell] = self._spawn(self._follow(cell, generation))
-                self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
             case AskStop(generation=generation):
                 for hand in self._crew.owners.values():
                     hand.actor.ask_stop.remote(generation)
@@ -314,7 +315,27 @@ class Controller:
         self._inbox.put_nowait(Surveyed(generation=generation, number=number, held=held))
 
     async def _save_held(self, generation: int, restore: Restore) -> None:
-        raise RunError("there is nothing to repair with, and no checkpoint could be written from what is held")
+        """Write what is held of ``restore`` as a checkpoint; if that is where it comes from, it is one already."""
+        step, path = self._checkpoint[0], self._checkpoint[1]
+        if restore.source != "checkpoint":
+            for cell, source in restore.sources.items():
+                if source == "live":
+                    await self._crew.owners[cell].actor.snapshot.remote()
+            copies = {cell: await self._holding(cell, restore).fetch.remote(cell, restore.step) for cell in self._names}
+            saved = await asyncio.to_thread(save_copies, self._plan, copies, generation=generation)
+            self._recorder.take(saved)
+            self._shown.put_nowait(saved)
+            step, path = saved.step, Path(saved.path)
+        done = CellDone(
+            generation=generation, outcome="stopped", step=step, checkpoint=None if path is None else str(path)
+        )
+        self._inbox.put_nowait(HeldSaved(generation=generation, done=done))
+
+    def _holding(self, cell: str, restore: Restore) -> ActorHandle:
+        """The holder that has what ``restore`` says of ``cell``."""
+        if restore.sources[cell] == "second_holder":
+            return self._second_holder[cell]
+        return self._crew.holders[self._crew.owners[cell].node]
 
     async def _watch(self) -> None:
         """Look at every cell from outside, again and again, and replace what stalls."""
@@ -387,6 +408,8 @@ class Controller:
         if isinstance(event, StepReport):
             if (event.generation, event.step) <= self._told:  # told again by the one that took over
                 return
+            if event.generation > self._told[0]:  # its first step: now there is time for what is needed next
+                self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
             self._told = event.generation, event.step
             self._judge.note_step(event.step_s)
         if isinstance(event, CheckpointSaved):
@@ -415,6 +438,9 @@ class Controller:
         if cell is None:
             self._crew.dismiss(worker)
             return
+        standby = self._crew.prepare(cell)
+        if standby is not None:
+            standby.actor.prepare.remote(self._assignment(cell, 0))
         failure = _cell_error(cell, worker, error)
         self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
 

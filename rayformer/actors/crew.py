@@ -28,11 +28,12 @@ ROOM_S = 3.0  # seconds until a lost cell that finds no place is told
 
 @dataclass(kw_only=True)
 class Hand:
-    """One worker: its name, its actor, and its node once it has said so."""
+    """One worker: its name, its actor, its node once it has said so, and for which cell it makes itself ready."""
 
     name: str
     actor: ActorHandle
     node: str = ""
+    prepares: str = ""
 
 
 class Crew:
@@ -101,9 +102,9 @@ class Crew:
         """A new owner for ``cell``: a standby of its node, else a cold start on its own place, else on another one."""
         node = self.owners[cell].node
         if node in _live_nodes():
-            standbys = self._standbys.get(node, [])
-            if standbys:
-                hand = standbys.pop(0)
+            hand = self._standby(cell, node)
+            if hand is not None:
+                self._standbys[node].remove(hand)
                 self.owners[cell] = hand
                 return hand
         else:
@@ -117,6 +118,14 @@ class Crew:
             await asyncio.sleep(RETRY_S)  # it died before it was up
         self.owners[cell] = hand
         await self.hold([hand.node])
+        return hand
+
+    def prepare(self, cell: str) -> Hand | None:
+        """The standby that is going to take over ``cell``, if there is one that nobody else has asked for."""
+        hand = self._standby(cell, self.owners[cell].node)
+        if hand is None or hand.prepares:
+            return None
+        hand.prepares = cell
         return hand
 
     def refill(self, warm: Callable[[Hand], Any]) -> None:
@@ -135,6 +144,11 @@ class Crew:
         for actor in (*(hand.actor for hand in hands), *self.holders.values()):
             ray.kill(actor)
         self.placement.remove()
+
+    def _standby(self, cell: str, node: str) -> Hand | None:
+        """A standby of ``node``: the one that prepares for ``cell``, or one that is free, or any."""
+        there = self._standbys.get(node, [])
+        return min(there, key=lambda hand: (hand.prepares != cell, hand.prepares != ""), default=None)
 
     async def _add_standby(self, node: str, warm: Callable[[Hand], Any]) -> None:
         hand = self._worker(num_cpus=0, num_gpus=0, strategy=NodeAffinitySchedulingStrategy(node, soft=False))

@@ -41,7 +41,7 @@ class Incident:
             name: self._entered.get(name, self.started) for name in ("Draining", "Rebuilding", "Restoring", "Running")
         }
         return {
-            "cells": list(restoring.lost),
+            "cells": [cell for cell in restoring.cells if cell in restoring.lost],
             "cause": first_cause(tuple(restoring.lost.values())).message if restoring.lost else "a lost connection",
             "source": restoring.restore.source,
             "step": restoring.restore.step,

@@ -28,6 +28,7 @@ from rayformer.cell.build import Cell, build_cell
 from rayformer.cell.loop import train
 from rayformer.cell.process import prepare_process
 from rayformer.cell.progress import NoProgress, Progress, ProgressWord
+from rayformer.cell.rehearsal import rehearse
 from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
 from rayformer.cell.state import load_checkpoint
 from rayformer.errors import CollectiveError
@@ -69,9 +70,14 @@ class Worker:
 
         No accelerator is touched.
         """
-        plan = assignment.plan
         self._connect(assignment)
-        prepare_process(plan.job, torch.device("cpu"))
+        prepare_process(assignment.plan.job, torch.device("cpu"))
+        rehearse(assignment.plan)
+
+    def prepare(self, assignment: Assignment) -> None:
+        """Build the cell that this process will soon be told to take, while others still come to a stop."""
+        prepare_process(assignment.plan.job, _device(assignment.device))
+        self._build(assignment)
 
     def join(self, assignment: Assignment) -> Joined | None:
         """Take a cell, or go on with the own one: form its groups, build it, bring its state to the step asked for.
@@ -112,6 +118,12 @@ class Worker:
             finally:
                 self._progress.at("idle", cell.position.step)
 
+    def snapshot(self) -> None:
+        """Take a snapshot of the state as it stands, if there is none of it yet."""
+        assert self._snapshots is not None and self._cell is not None
+        if self._cell.position.step not in self._snapshots.file.steps():
+            self._snapshots.take()
+
     @ray.method(concurrency_group="control")
     def ask_stop(self, generation: int) -> None:
         """Stop after the step in progress, with a checkpoint; every cell hears of it in that step's vote."""
@@ -150,38 +162,35 @@ class Worker:
         threading.Event().wait()
 
     def _join(self, assignment: Assignment) -> Joined:
-        plan, started = assignment.plan, time.perf_counter()
+        started = time.perf_counter()
         seconds = {}
-        device = _device(assignment.device)
-        prepare_process(plan.job, device)
-        self._connect(assignment)
         self._stop_asked.clear()
-        if self._cell is None:
-            groups = self._form(assignment, device)
-            seconds["form"] = time.perf_counter() - started
-            self._build(groups, assignment)
-            seconds["build"] = time.perf_counter() - started - seconds["form"]
-        else:
-            self._progress.at("joining", assignment.step)
-            self._cell.forget_messages()
-            self._cell.groups.renew(**self._formation(assignment))
-            seconds["form"] = time.perf_counter() - started
-        assert self._cell is not None
-        logger.info("owns %s in generation %d", self._cell.groups.cell, assignment.generation)
+        cell = self._cell
+        if cell is None or not _can_go_on(cell, assignment):
+            prepare_process(assignment.plan.job, _device(assignment.device))
+            cell = self._build(assignment)
+        seconds["build"] = time.perf_counter() - started
+        self._progress.at("joining", assignment.step)
+        cell.forget_messages()
+        self._connect(assignment)
+        cell.groups.renew(**self._formation(assignment))
+        seconds["form"] = time.perf_counter() - started - seconds["build"]
+        logger.info("owns %s in generation %d", cell.groups.cell, assignment.generation)
         before = time.perf_counter()
-        moved, from_disk = self._restore(self._cell, assignment)
+        moved, from_disk = self._restore(cell, assignment)
         if assignment.goes_on:
             self._progress.at("gather", assignment.step)
-            self._cell.optimizer.start_gather()
-            self._cell.optimizer.await_parameters()
+            cell.optimizer.start_gather()
+            cell.optimizer.await_parameters()
         if self._snapshots is not None and assignment.source == "checkpoint":
             self._snapshots.take()  # so that a failure before the first step's snapshot finds one
         seconds["restore"] = time.perf_counter() - before
+        logger.info("is at step %d; seconds: %s", assignment.step, seconds)
         return Joined(
             worker=self._name,
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id(),
-            param_addr=self._cell.param_address,
+            param_addr=cell.param_address,
             moved_bytes=moved,
             disk_bytes=from_disk,
             seconds=seconds,
@@ -214,26 +223,25 @@ class Worker:
                 if assignment.folder is not None:
                     load_checkpoint(cell, assignment.folder)
                     return 0, sum(4 * shard.value.numel() for shard in cell.optimizer.owned_state())
-                if assignment.goes_on:  # back to the initial weights
-                    self._build(cell.groups, assignment)
-                return 0, 0
+                return 0, 0  # the initial state
 
-    def _build(self, groups: Groups, assignment: Assignment) -> None:
+    def _build(self, assignment: Assignment) -> Cell:
+        """A new cell with the initial weights, its groups not connected yet."""
         plan = assignment.plan
-        self._cell = build_cell(plan.job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
-        self._reserve(self._cell, assignment)
+        groups = Groups.unconnected(
+            layout=plan.job.layout.degrees, rank=assignment.rank, device=_device(assignment.device)
+        )
+        if self._cell is not None:
+            self._cell.groups.abort()
+        cell = build_cell(plan.job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
+        cell.programs.train(plan.job.batch.size_after(plan.consumed_samples))
+        self._reserve(cell, assignment)
+        self._cell = cell
+        return cell
 
     def _take_reports(self, extra: Any) -> None:
         """What the process before this one had not told yet."""
         self._outbox = [StepReport(**values) for values in extra.get("unsent", ())]
-
-    def _form(self, assignment: Assignment, device: torch.device) -> Groups:
-        return Groups.form(
-            layout=assignment.plan.job.layout.degrees,
-            rank=assignment.rank,
-            device=device,
-            **self._formation(assignment),
-        )
 
     def _formation(self, assignment: Assignment) -> dict[str, Any]:
         generation = assignment.generation
@@ -286,6 +294,14 @@ class Worker:
             yield
         finally:
             self._stands.set()
+
+
+def _can_go_on(cell: Cell, assignment: Assignment) -> bool:
+    """Whether ``cell`` can be filled for the assignment as it is; the initial state is never filled in."""
+    if cell.groups.layout.rank(cell.groups.cell) != assignment.rank:
+        return False
+    is_initial = cell.position.step == 0 and cell.position.is_whole
+    return assignment.source != "checkpoint" or assignment.folder is not None or is_initial
 
 
 def _device(kind: str) -> torch.device:

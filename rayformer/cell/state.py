@@ -19,6 +19,7 @@ from rayformer.ckpt.writer import BoxValue, commit, prune, write_shards
 from rayformer.errors import CheckpointError
 from rayformer.events import CheckpointSaved
 from rayformer.optim.scaler import LossScale
+from rayformer.shards import KINDS, tensor_name
 
 
 def state_hash(cell: Cell) -> str:
@@ -41,7 +42,7 @@ def save_checkpoint(cell: Cell, directory: Path, *, step: int, consumed_samples:
     if world.rank == 0:
         (folder / MANIFEST).unlink(missing_ok=True)  # one of an earlier attempt would vouch for half-written files
     world.barrier()
-    records = write_shards(folder, str(cell.groups.cell), _unique(cell), cell.specs)
+    records = write_shards(folder, str(cell.groups.cell), _unique(cell), _shapes(cell))
     found = state_hash(cell)
     gathered = world.gather_values([(r.tensor, r.shape, r.dtype, r.to_json()) for r in records])
     if world.rank == 0:
@@ -106,6 +107,10 @@ def load_checkpoint(cell: Cell, folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: its state hash is {manifest.state_hash}, what was loaded has {loaded}")
     cell.position.move_to(manifest.step, consumed_samples=manifest.consumed_samples)
     return manifest
+
+
+def _shapes(cell: Cell) -> dict[str, tuple[int, ...]]:
+    return {tensor_name(name, kind): spec.shape for name, spec in cell.specs.items() for kind in KINDS}
 
 
 def _unique(cell: Cell) -> Iterator[BoxValue]:

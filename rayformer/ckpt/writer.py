@@ -15,7 +15,7 @@ import xxhash
 from safetensors.numpy import save_file
 
 from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, find_checkpoints, step_of
-from rayformer.shards import Box, ParamSpec
+from rayformer.shards import Box
 
 logger = logging.getLogger("rayformer.ckpt")
 
@@ -23,9 +23,12 @@ BoxValue = tuple[str, Box, npt.NDArray[np.float32]]
 
 
 def write_shards(
-    folder: Path, writer: str, values: Iterable[BoxValue], specs: Mapping[str, ParamSpec]
+    folder: Path, writer: str, values: Iterable[BoxValue], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[ShardRecord]:
-    """Write one cell's boxes to ``<writer>.safetensors`` in ``folder``, durably, and say where each lies."""
+    """Write one cell's boxes to ``<writer>.safetensors`` in ``folder``, durably, and say where each lies.
+
+    ``shapes`` are those of the whole tensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{writer}.safetensors"
     boxes = {_entry(tensor, box): (tensor, box, np.ascontiguousarray(value)) for tensor, box, value in values}
@@ -37,7 +40,7 @@ def write_shards(
     return [
         ShardRecord(
             tensor=tensor,
-            shape=specs[tensor.rpartition("@")[0]].shape,
+            shape=shapes[tensor],
             dtype="F32",
             box=box,
             file=path.name,

@@ -17,6 +17,7 @@ from rayformer.cell.report import report_run
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
 from rayformer.errors import ConfigError, DataError, Problem, RayformerError, RunError
+from rayformer.faults.plan import fault_problems
 from rayformer.observe.rundir import RunDir
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ def train(
     ] = None,
 ) -> None:
     """Train: run JOB to its last step, or go on with it from its newest checkpoint."""
-    checked = _settled(load_job(job, overrides or [], [partial(job_problems, fresh=fresh)]))
+    checked = _settled(load_job(job, overrides or [], [partial(job_problems, fresh=fresh), fault_problems]))
     from rayformer.actors.launch import run_job
 
     raise typer.Exit(run_job(checked, fresh=fresh, allowed=allow_change or [], out=sys.stdout))
@@ -81,6 +82,36 @@ def report(run_dir: Annotated[Path, typer.Argument(help="The folder of a run.", 
         print(report_run(files))
     except OSError as error:
         raise RunError(f"{error.filename}: {error.strerror}; the report needs a place that can be written to") from None
+
+
+@app.command()
+def replay(
+    journal: Annotated[Path, typer.Argument(help="The journal.jsonl of a run.", metavar="JOURNAL")],
+    attempt: Annotated[int | None, typer.Option(metavar="N", help="Which attempt; the last one unless told.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the story as JSON.")] = False,
+) -> None:
+    """Run the journal of a run through the machine again, and print the story of an attempt."""
+    from rayformer.cli.replay import replay_command
+
+    raise typer.Exit(replay_command(journal, attempt, as_json))
+
+
+@app.command()
+def chaos(
+    job: Annotated[Path, typer.Argument(help="The job file, YAML.", metavar="JOB")],
+    plan: Annotated[Path, typer.Option(metavar="FILE", help="The faults: a YAML list like the job's section faults.")],
+    seed: Annotated[int, typer.Option(metavar="N", help="The seed of faults that have none.", min=0)] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there too.")
+    ] = None,
+) -> None:
+    """Train JOB twice, undisturbed and with the faults of a plan, and tell what that changed."""
+    from rayformer.cli.chaos import chaos_command
+
+    raise typer.Exit(chaos_command(job, plan, seed, overrides or [], json_file))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from rayformer.config.batch import BatchConfig
 from rayformer.config.checkpoint import CheckpointConfig
 from rayformer.config.cluster import ClusterConfig, ObserveConfig
 from rayformer.config.data import DataConfig, EvalConfig
+from rayformer.config.faults import Faults
 from rayformer.config.layout import LayoutConfig
 from rayformer.config.model import CustomModelConfig, ModelConfig
 from rayformer.config.optim import OptimConfig, PrecisionConfig
@@ -47,6 +48,7 @@ class Job(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    faults: Faults = ()
     cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
 

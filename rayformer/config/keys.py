@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -27,6 +27,11 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether a field is a list of sections, whose entries are written like ``faults[0]``."""
+    return get_origin(field.annotation) is tuple and section_of(field) is not None
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:
@@ -104,9 +109,11 @@ def nearest_key(path: KeyPath) -> str:
 
 
 def _homes() -> dict[str, str]:
-    """The full names of every key by its own name, such as "eval.every or checkpoint.every"."""
+    """The full names of the keys by their own name, such as "eval.every or checkpoint.every"; not those in lists."""
     homes: dict[str, list[str]] = {}
     for section, field in Job.model_fields.items():
+        if is_list(field):
+            continue
         for name in keys_of(section_of(field) or Job):
             homes.setdefault(name, []).append(f"{section}.{name}")
     return {name: " or ".join(full) for name, full in homes.items()}

@@ -143,14 +143,18 @@ STAND_INS: dict[str, Any] = {
     "batch.seq": 1,
     "data": {},
     "data.train": [{"path": "python-stdlib"}],
+    "faults[i]": {"kill": "pp0", "step": 1},
 }
 
 
 def _repair(tree: Tree, path: KeyPath) -> None:
     """Put a stand-in where a bad value is, or take it out, so that its default holds."""
-    *section, name = map(str, path[:2])
-    at = tree[section[0]] if section else tree
-    stand_in = STAND_INS.get(".".join((*section, name)))
+    *section, name = path[:2]
+    at: Any = tree[str(section[0])] if section else tree
+    if isinstance(name, int):  # of a section that is a list, the whole entry, so that the others keep their numbers
+        at[name] = deepcopy(STAND_INS[f"{section[0]}[i]"])
+        return
+    stand_in = STAND_INS.get(dotted((*section, name)))
     if stand_in is not None:
         at[name] = deepcopy(stand_in)
     else:
@@ -188,6 +192,7 @@ _TOLD = {
     "string_too_short": ("must not be empty", "write it, or leave the key out"),
     "string_pattern_mismatch": ("only letters, digits, dots, dashes and underscores, at most 64", "use another name"),
     "literal_error": ("must be {expected}", "use {expected}"),
+    "step_or_range": ("must be a step of at least 1, or the first and the last of some", "write it like 7 or [5, 9]"),
 }
 
 
@@ -229,4 +234,6 @@ def _description(field: FieldInfo) -> str:
 
 
 def _example(field: FieldInfo) -> str:
+    if field.examples:
+        return str(field.examples[0])
     return str(list(field.default)) if isinstance(field.default, tuple) else "[{path: python-stdlib}]"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayformer.config.job import Job
-from rayformer.config.keys import keys_of, section_of
+from rayformer.config.keys import is_list, keys_of, section_of
 from rayformer.config.load import STAND_INS, job_from_tree, load_job
 from rayformer.errors import ConfigError
 
@@ -207,7 +207,10 @@ def test_a_missing_key_is_one_problem_that_says_what_it_is(key, line):
 
 
 ALL_KEYS = [
-    f"{section}.{key}" for section, field in Job.model_fields.items() for key in keys_of(section_of(field) or Job)
+    f"{section}.{key}"
+    for section, field in Job.model_fields.items()
+    if not is_list(field)
+    for key in keys_of(section_of(field) or Job)
 ]
 
 
@@ -245,16 +248,41 @@ def test_the_job_with_tight_rules_breaks_none():
     assert job_from_tree(changed(TIGHT))
 
 
-@pytest.mark.parametrize("section", list(Job.model_fields))
+LISTS = {section for section, field in Job.model_fields.items() if is_list(field)}
+
+
+@pytest.mark.parametrize("section", [section for section in Job.model_fields if section not in LISTS])
 @pytest.mark.parametrize("bad", [7, None, []])
 def test_a_bad_section_is_one_problem(section, bad):
     (line,) = told(changed({**TIGHT, section: bad}))
     assert line.startswith(f"{section}={'null' if bad is None else bad}: must be a mapping")
 
 
+@pytest.mark.parametrize("bad", [7, None, {}])
+def test_a_bad_list_of_sections_is_one_problem(bad):
+    (line,) = told(changed({**TIGHT, "faults": bad}))
+    shown = "null" if bad is None else "7" if bad == 7 else "{...}"
+    assert line == f"faults={shown}: must be a list; write it like [{{kill: pp1.dp0, step: 7, at: backward}}]"
+
+
+def test_a_bad_entry_of_a_list_hides_no_other():
+    tree = changed(
+        {**TIGHT, "faults": [{"kill": 7}, {"kill": "pp0", "step": 1, "tims": 2}, 3, {"kill": "pp0", "step": 1}]}
+    )
+    assert [line.partition(":")[0] for line in told(tree)] == [
+        "faults[0].kill=7",
+        "faults[0].step=missing",
+        "faults[1].tims=2",
+        "faults[2]=3",
+    ]
+
+
 def test_every_required_key_has_a_stand_in():
     """Without one, reading a job that lacks the key would never end."""
     for section, field in Job.model_fields.items():
+        if section in LISTS:
+            assert f"{section}[i]" in STAND_INS
+            continue
         inner = keys_of(section_of(field) or Job)
         required = [f"{section}.{key}" for key, f in inner.items() if f.is_required()]
         assert set(required) <= set(STAND_INS)
@@ -262,7 +290,8 @@ def test_every_required_key_has_a_stand_in():
 
 
 def test_stand_ins_break_no_rule():
-    assert job_from_tree(deepcopy({key: {} for key in Job.model_fields} | _nested(STAND_INS)))
+    lists = {section: [STAND_INS[f"{section}[i]"]] for section in LISTS}
+    assert job_from_tree(deepcopy({key: {} for key in Job.model_fields} | lists | _nested(STAND_INS)))
 
 
 def _nested(flat):
