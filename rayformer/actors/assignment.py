@@ -15,6 +15,8 @@ from rayformer.control.restore import Source
 class Assignment:
     """One cell of one generation. The store's ``store_host:store_port`` is where the cells of it meet.
 
+    ``accelerators`` are those of the node that the cell computes on, as CUDA_VISIBLE_DEVICES has them.
+
     ``holder`` keeps the memory of the worker's node. ``step`` and ``source`` are what to go on from; ``folder`` is the
     checkpoint if that is the source, None for the initial state, and ``copies`` the holder if it is a second one.
     ``goes_on`` is false in the first generation of an attempt.
@@ -27,6 +29,7 @@ class Assignment:
     store_host: str
     store_port: int
     loopback: bool
+    accelerators: str = ""
     holder: ActorHandle | None = None
     step: int = 0
     source: Source = "checkpoint"
@@ -40,7 +43,7 @@ class Joined:
     """A cell is ready: where its parameters lie, and what its restoring took.
 
     ``moved_bytes`` are those of masters and moments taken from memory, ``disk_bytes`` from files, ``gather_bytes`` of
-    parameters that came from other replicas.
+    parameters that it sent to the other replicas.
     """
 
     worker: str

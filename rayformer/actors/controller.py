@@ -24,6 +24,7 @@ from rayformer.actors.assignment import Assignment
 from rayformer.actors.crew import Crew, Hand
 from rayformer.actors.holder import Sight
 from rayformer.actors.incident import Incident
+from rayformer.actors.inflict import Inflictor
 from rayformer.actors.salvage import save_copies
 from rayformer.cell.plan import RunPlan
 from rayformer.control.journal import attempt_entry, entry_of
@@ -65,6 +66,7 @@ from rayformer.control.stall import Seen, Stall, StallJudge
 from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Restoring, Running, Starting, State
 from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
+from rayformer.faults.plan import resolve_faults
 from rayformer.observe.display import NoDisplay
 from rayformer.observe.recorder import Recorder
 
@@ -122,7 +124,10 @@ class Controller:
         self._told = (0, 0)  # generation and step of the last report
         self._checkpoint = plan.done_steps, plan.start_from
         self._incident: Incident | None = None
+        self._stalled_since: float | None = None
         self._second_holder: dict[str, ActorHandle] = {}
+        faults = resolve_faults(job.faults, self._layout)
+        self._inflictor = Inflictor(faults, self._crew, self._recorder.journal) if faults else None
         self._judge = StallJudge(None if job.recovery.stall_s == "auto" else job.recovery.stall_s)
 
     def __repr__(self) -> str:
@@ -141,6 +146,7 @@ class Controller:
                 logger.exception("could not handle %s", event)
                 failed = ControllerFailed(generation=self._generation, message=_shown_error(error))
                 self._machine.advance(failed)  # not journaled: it may be the journal that failed
+        await self._prove_faults()
         self._end()
         await asyncio.sleep(LINGER_S)
         ray.actor.exit_actor()
@@ -216,6 +222,8 @@ class Controller:
             self._inbox.put_nowait(PlacementFailed(generation=FIRST_GENERATION, missing=missing))
             return
         self._spawn(self._watch())
+        if self._inflictor is not None:
+            self._spawn(self._watch_faults())
         self._inbox.put_nowait(Placed(generation=FIRST_GENERATION))
 
     def _assignment(self, cell: str, generation: int, restore: Restore | None = None) -> Assignment:
@@ -230,6 +238,7 @@ class Controller:
             store_host=self._host,
             store_port=self._store.port,
             loopback=self._is_local,
+            accelerators=hand.accelerators,
             holder=self._crew.holders.get(hand.node),
             step=step if restore is None else restore.step,
             source=source,
@@ -365,6 +374,20 @@ class Controller:
             if stall is not None and self._machine.state is state:
                 await self._tell_stall(stall, state.generation)
 
+    async def _watch_faults(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self._prove_faults()
+
+    async def _prove_faults(self) -> None:
+        """Journal the faults that have taken place in cells since the last time."""
+        if self._inflictor is None:
+            return
+        for holder in list(self._crew.holders.values()):
+            sights = await _answer(holder.look.remote(with_marks=True), LOOK_EVERY_S * 5)
+            if sights is not _NO_ANSWER:
+                self._inflictor.prove(sights, self._generation)
+
     async def _silent(self) -> frozenset[str]:
         """The cells that don't answer within a second."""
 
@@ -393,6 +416,7 @@ class Controller:
                 if text is not _NO_ANSWER:
                     path = self._plan.files.logs / f"stall-g{generation}-{cell}.txt"
                     await asyncio.to_thread(path.write_text, text)
+        self._stalled_since = time.time() - stall.seen.age_s
         error = CellError(cell=stall.cell, worker=hand.name, kind="silent", message=stall.message)
         self._inbox.put_nowait(CellStalled(generation=generation, error=error))
 
@@ -417,17 +441,29 @@ class Controller:
         self._recorder.take(event)
         if isinstance(event, StepReport | CheckpointSaved):
             self._shown.put_nowait(event)
+        if isinstance(event, StepReport) and self._inflictor is not None:
+            self._inflictor.on_step(event.step, event.generation)
         if isinstance(event, StepReport) and self._incident is not None and event.generation == self._generation:
             self._recovered(self._incident, event)
 
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
         if isinstance(after, Draining) and self._incident is None:
-            self._incident = Incident(started=now, told=self._told[1])
+            self._incident = Incident(started=now, told=self._told[1], happened=self._stalled_since)
+            self._stalled_since = None
         if self._incident is not None:
             self._incident.enter(after, now)
 
     def _recovered(self, incident: Incident, report: StepReport) -> None:
+        if incident.happened is None and self._inflictor is not None:
+            incident.happened = max(
+                (
+                    at
+                    for cell, at in self._inflictor.happened.items()
+                    if cell in incident.lost and at <= incident.noticed
+                ),
+                default=None,
+            )
         values = incident.values(time.monotonic(), first_step=report.step)
         self._incident = None
         self._recorder.journal(JournalEntry(kind="recovered", generation=self._generation, values=values))
@@ -550,7 +586,9 @@ def death_of(error: RayActorError) -> str:
     text = str(error)
     lines: Iterable[str] = (line.strip() for line in text.splitlines())
     told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-    reason, _, _ = (told[-1] if told else text).partition(" If the process was killed by the kernel OOM killer")
+    reason = (told[-1] if told else text).rpartition("Worker exit detail: ")[2]
+    for advice in (" Some common causes", " If the process was killed by the kernel OOM killer"):
+        reason = reason.partition(advice)[0]
     return f"its process died: {reason}"
 
 

@@ -28,11 +28,12 @@ ROOM_S = 3.0  # seconds until a lost cell that finds no place is told
 
 @dataclass(kw_only=True)
 class Hand:
-    """One worker: its name, its actor, its node once it has said so, and for which cell it makes itself ready."""
+    """One worker: its name and actor, its node and accelerators once it has said so, and which cell it prepares for."""
 
     name: str
     actor: ActorHandle
     node: str = ""
+    accelerators: str = ""
     prepares: str = ""
 
 
@@ -73,21 +74,38 @@ class Crew:
         """A holder on each of ``nodes``; each keeps copies of what the one before it holds."""
         for node in nodes:
             if node not in self.holders:
-                self.holders[node] = (
-                    ray.remote(max_concurrency=4)(Holder)
-                    .options(
-                        num_cpus=0,
-                        name=f"{self._job.run.name}/holder-{node[:8]}",
-                        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                    )
-                    .remote()
-                )
+                self.holders[node] = self._holder(node)
         await self.link_holders()
 
     async def link_holders(self) -> None:
         ring = list(self.holders.values())
         for holder, following in zip(ring, ring[1:] + ring[:1]):
             following.keep_copies_of.remote([holder] if len(ring) > 1 else [])
+
+    def _holder(self, node: str) -> ActorHandle:
+        holder: ActorHandle = (
+            ray.remote(max_concurrency=4, concurrency_groups={"tether": 1})(Holder)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote()
+        )
+        self._spawn(self._tether_holder(node, holder))
+        return holder
+
+    async def _tether_holder(self, node: str, holder: ActorHandle) -> None:
+        """If the holder dies and not its node, another one takes its place, and the cells there get new memory."""
+        with suppress(RayError):
+            await holder.tether.remote()
+        if self.holders.get(node) is not holder:
+            return
+        del self.holders[node]
+        await asyncio.sleep(RETRY_S)
+        if node not in _live_nodes():
+            return
+        logger.warning("the holder of node %s died; its cells take their snapshots to a new one", node)
+        await self.hold([node])
+        for cell, hand in self.owners.items():
+            if hand.node == node:
+                hand.actor.rehouse.remote(cell, self.holders[node])
 
     def owner_of(self, worker: str) -> str | None:
         """The cell that ``worker`` owns."""
@@ -105,6 +123,7 @@ class Crew:
             hand = self._standby(cell, node)
             if hand is not None:
                 self._standbys[node].remove(hand)
+                hand.accelerators = self.owners[cell].accelerators
                 self.owners[cell] = hand
                 return hand
         else:
@@ -125,8 +144,12 @@ class Crew:
         hand = self._standby(cell, self.owners[cell].node)
         if hand is None or hand.prepares:
             return None
-        hand.prepares = cell
+        hand.prepares, hand.accelerators = cell, self.owners[cell].accelerators
         return hand
+
+    def standby_on(self, node: str) -> Hand | None:
+        """Some standby of ``node``."""
+        return next(iter(self._standbys.get(node, ())), None)
 
     def refill(self, warm: Callable[[Hand], Any]) -> None:
         """Start the standbys that are missing, in the background; ``warm`` makes one ready."""
@@ -187,7 +210,7 @@ class Crew:
     async def _settle(self, hand: Hand) -> None:
         """Hear from a new worker on which node it is; its death is told by its tether."""
         with suppress(RayError):
-            hand.node = await hand.actor.where.remote()
+            hand.node, hand.accelerators = await hand.actor.where.remote()
 
     async def _tether(self, hand: Hand) -> None:
         try:

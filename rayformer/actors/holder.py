@@ -20,8 +20,9 @@ import psutil
 import ray
 
 from rayformer.cell.progress import Word, read_word
-from rayformer.ckpt.slots import SlotFile, Snapshot
+from rayformer.ckpt.slots import MARKS_AT, SlotFile, Snapshot
 from rayformer.errors import RunError, SnapshotError
+from rayformer.faults.marks import Mark, Marks
 
 KEPT_COPIES = 2
 PULL_EVERY_S = 0.2
@@ -44,11 +45,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What is seen of a cell from outside: its word, how old that is, and whether its process is stopped."""
+    """What is seen of a cell from outside: its word, how old that is, whether its process is stopped, its faults."""
 
     word: Word
     age_s: float
     is_stopped: bool
+    marks: tuple[Mark, ...] = ()
 
 
 class Holder:
@@ -123,15 +125,28 @@ class Holder:
         if first and holders:
             threading.Thread(target=self._pull_forever, daemon=True).start()
 
-    def look(self) -> dict[str, Sight]:
-        """What is seen of every cell here."""
+    def look(self, with_marks: bool = False) -> dict[str, Sight]:
+        """What is seen of every cell here, ``with_marks`` of the faults that took place."""
         seen, now = {}, time.monotonic()
         for cell, (_, memory) in list(self._memory.items()):
             with suppress(ValueError):
                 word = read_word(memory)
                 if word.count:
-                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=_is_stopped(self._pids[cell]))
+                    marks = tuple(Marks(memory, MARKS_AT).read()) if with_marks else ()
+                    stopped = _is_stopped(self._pids[cell])
+                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=stopped, marks=marks)
         return seen
+
+    @ray.method(concurrency_group="tether")
+    def tether(self) -> None:
+        """Never returns; its failure is the news of this process's death."""
+        threading.Event().wait()
+
+    def drop_node(self) -> None:
+        """Kill the raylet of this node, and with it everything on it: a fault, for tests."""
+        raylet = psutil.Process().parent()
+        assert raylet is not None and "raylet" in raylet.name(), f"{raylet} is no raylet"
+        raylet.kill()
 
     def _pull_forever(self) -> None:
         while True:

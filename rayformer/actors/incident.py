@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,16 @@ from rayformer.control.states import Draining, Rebuilding, Restoring, Running, S
 
 @dataclass(kw_only=True)
 class Incident:
-    """``started`` and ``told``: when it was noticed, and which step was the last told of before."""
+    """``started`` and ``told``: when it was noticed, and which step was the last told of before.
+
+    ``happened`` is the Unix time at which it happened, as far as that is known: from a fault's mark, or since when a
+    stalled cell had not moved.
+    """
 
     started: float
     told: int
+    noticed: float = field(default_factory=time.time)
+    happened: float | None = None
     _entered: dict[str, float] = field(default_factory=dict)
     _restoring: Restoring | None = None
     _joined: dict[str, Joined] = field(default_factory=dict)
@@ -33,6 +40,10 @@ class Incident:
         """A cell has its state."""
         self._joined[cell] = joined
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        return () if self._restoring is None else tuple(self._restoring.lost)
+
     def values(self, now: float, *, first_step: int) -> dict[str, Any]:
         """The line's values, when the first step after it is told."""
         restoring = self._restoring
@@ -46,7 +57,7 @@ class Incident:
             "source": restoring.restore.source,
             "step": restoring.restore.step,
             "steps_redone": max(0, self.told - restoring.restore.step),
-            "detect_s": 0.0,
+            "detect_s": None if self.happened is None else max(0.0, self.noticed - self.happened),
             "drain_s": at["Rebuilding"] - at["Draining"],
             "form_s": max((joined.seconds.get("form", 0.0) for joined in self._joined.values()), default=0.0),
             "restore_s": at["Running"] - at["Rebuilding"],

@@ -16,11 +16,13 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from torch.distributed import TCPStore
 
 from rayformer.actors.assignment import Assignment, Joined, Stood
@@ -31,8 +33,12 @@ from rayformer.cell.progress import NoProgress, Progress, ProgressWord
 from rayformer.cell.rehearsal import rehearse
 from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
 from rayformer.cell.state import load_checkpoint
+from rayformer.ckpt.slots import MARKS_AT
 from rayformer.errors import CollectiveError
 from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport, plain
+from rayformer.faults.marks import Marks
+from rayformer.faults.plan import resolve_faults
+from rayformer.faults.wrap import FaultyProgress
 from rayformer.groups import Groups, StoreClients
 
 REPORT_EVERY_S = 0.5
@@ -50,6 +56,7 @@ class Worker:
         self._memory: mmap.mmap | None = None
         self._snapshots: Snapshots | None = None
         self._progress: Progress = NoProgress()
+        self._marks: Marks | None = None
         self._outbox: list[CellEvent] = []
         self._stop_asked = threading.Event()
         self._aborted = 0  # the last generation that was given up
@@ -61,9 +68,9 @@ class Worker:
         return f"Worker({self._name})"
 
     @ray.method(concurrency_group="control")
-    def where(self) -> str:
-        """The node that this process runs on."""
-        return str(ray.get_runtime_context().get_node_id())
+    def where(self) -> tuple[str, str]:
+        """The node that this process runs on, and which of its accelerators Ray gave it."""
+        return str(ray.get_runtime_context().get_node_id()), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def warm(self, assignment: Assignment) -> None:
         """Make ready for any cell of the run: everything imported, the store known, the first memory touched.
@@ -76,7 +83,7 @@ class Worker:
 
     def prepare(self, assignment: Assignment) -> None:
         """Build the cell that this process will soon be told to take, while others still come to a stop."""
-        prepare_process(assignment.plan.job, _device(assignment.device))
+        prepare_process(assignment.plan.job, _device(assignment))
         self._build(assignment)
 
     def join(self, assignment: Assignment) -> Joined | None:
@@ -125,6 +132,19 @@ class Worker:
             self._snapshots.take()
 
     @ray.method(concurrency_group="control")
+    def rehouse(self, cell: str, holder: ActorHandle) -> None:
+        """Take the snapshots of ``cell`` to ``holder`` from now on; the one before it is gone."""
+        if self._cell is None or str(self._cell.groups.cell) != cell:
+            return
+        path = ray.get(holder.reserve.remote(cell, slot_bytes(self._cell), os.getpid()))
+        self._memory = map_memory(Path(path))
+        if self._snapshots is not None:
+            self._snapshots.rehouse(self._memory)
+        if self._marks is not None:
+            self._marks.move(self._memory)
+        self._progress.move(self._memory)
+
+    @ray.method(concurrency_group="control")
     def ask_stop(self, generation: int) -> None:
         """Stop after the step in progress, with a checkpoint; every cell hears of it in that step's vote."""
         if self._assignment is not None and generation == self._assignment.generation:
@@ -167,7 +187,7 @@ class Worker:
         self._stop_asked.clear()
         cell = self._cell
         if cell is None or not _can_go_on(cell, assignment):
-            prepare_process(assignment.plan.job, _device(assignment.device))
+            prepare_process(assignment.plan.job, _device(assignment))
             cell = self._build(assignment)
         seconds["build"] = time.perf_counter() - started
         self._progress.at("joining", assignment.step)
@@ -178,6 +198,7 @@ class Worker:
         logger.info("owns %s in generation %d", cell.groups.cell, assignment.generation)
         before = time.perf_counter()
         moved, from_disk = self._restore(cell, assignment)
+        sent = cell.groups.dp.sent_bytes["all_gather"]
         if assignment.goes_on:
             self._progress.at("gather", assignment.step)
             cell.optimizer.start_gather()
@@ -193,6 +214,7 @@ class Worker:
             param_addr=cell.param_address,
             moved_bytes=moved,
             disk_bytes=from_disk,
+            gather_bytes=cell.groups.dp.sent_bytes["all_gather"] - sent,
             seconds=seconds,
         )
 
@@ -228,9 +250,7 @@ class Worker:
     def _build(self, assignment: Assignment) -> Cell:
         """A new cell with the initial weights, its groups not connected yet."""
         plan = assignment.plan
-        groups = Groups.unconnected(
-            layout=plan.job.layout.degrees, rank=assignment.rank, device=_device(assignment.device)
-        )
+        groups = Groups.unconnected(layout=plan.job.layout.degrees, rank=assignment.rank, device=_device(assignment))
         if self._cell is not None:
             self._cell.groups.abort()
         cell = build_cell(plan.job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
@@ -267,10 +287,20 @@ class Worker:
         name = str(cell.groups.cell)
         path = ray.get(assignment.holder.reserve.remote(name, slot_bytes(cell), os.getpid()))
         self._memory = map_memory(Path(path))
-        self._progress = ProgressWord(self._memory)
+        self._progress = self._watched(cell, ProgressWord(self._memory))
         self._progress.at("load", assignment.step)
         if every != 0:
             self._snapshots = Snapshots(cell, self._memory, every=every, more=self._unsent)
+
+    def _watched(self, cell: Cell, word: ProgressWord) -> Progress:
+        """``word``, or a decorator of it if faults shall happen to this cell."""
+        assert self._memory is not None
+        name = str(cell.groups.cell)
+        faults = resolve_faults(cell.job.faults, cell.groups.layout)
+        if not any(fault.cell == name for fault in faults):
+            return word
+        marks = self._marks = Marks(self._memory, MARKS_AT)
+        return FaultyProgress(word, faults, cell=name, used=marks.used, mark=marks.mark, poison=partial(_poison, cell))
 
     def _unsent(self) -> dict[str, Any]:
         return {"unsent": [plain(event) for event in self._outbox if isinstance(event, StepReport)]}
@@ -296,6 +326,12 @@ class Worker:
             self._stands.set()
 
 
+def _poison(cell: Cell) -> None:
+    """Make one element of the gradient NaN; the next microbatch's is added to it."""
+    grad = next(p.grad for p in cell.stage.parameters() if p.grad is not None)
+    grad.view(-1)[0] = float("nan")
+
+
 def _can_go_on(cell: Cell, assignment: Assignment) -> bool:
     """Whether ``cell`` can be filled for the assignment as it is; the initial state is never filled in."""
     if cell.groups.layout.rank(cell.groups.cell) != assignment.rank:
@@ -304,9 +340,12 @@ def _can_go_on(cell: Cell, assignment: Assignment) -> bool:
     return assignment.source != "checkpoint" or assignment.folder is not None or is_initial
 
 
-def _device(kind: str) -> torch.device:
-    if kind == "cpu":
+def _device(assignment: Assignment) -> torch.device:
+    """Where the cell computes. A standby, to which Ray gave no accelerator, takes those of the process before it."""
+    if assignment.device == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = assignment.accelerators
     device = torch.device("cuda", 0)  # Ray shows an actor only its own accelerators
     torch.cuda.set_device(device)
     return device

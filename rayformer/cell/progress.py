@@ -26,15 +26,20 @@ _WORD = struct.Struct("<qqqqqd")  # count of words, step, phase, instruction, it
 
 
 class Progress(Protocol):
-    """Is told what the cell begins."""
+    """Is told what the cell begins, and when its memory is another."""
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None: ...
+
+    def move(self, memory: mmap.mmap) -> None: ...
 
 
 class NoProgress:
     """For cells that nobody watches."""
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
+        pass
+
+    def move(self, memory: mmap.mmap) -> None:
         pass
 
 
@@ -56,6 +61,10 @@ class ProgressWord:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._count = 0
+
+    def move(self, memory: mmap.mmap) -> None:
+        """Write into other memory from now on."""
+        self._memory = memory
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
         self._count += 1

@@ -62,12 +62,18 @@ class Snapshots:
         self.file = SlotFile(memory)
         self.file.prepare(slot_index(cell), _payload_bytes(cell))
 
+    def rehouse(self, memory: mmap.mmap) -> None:
+        """Take the next snapshots into other memory."""
+        file = SlotFile(memory)
+        file.prepare(slot_index(self._cell), _payload_bytes(self._cell))
+        self.file = file
+
     def take(self) -> None:
         """Copy the state as it is now, after the step that ``cell.position`` says."""
         cell, started = self._cell, time.perf_counter()
-        position = cell.position
-        slot = self.file.begin(position.step)
-        payload = torch.frombuffer(self.file.payload(slot), dtype=torch.float32)
+        position, file = cell.position, self.file
+        slot = file.begin(position.step)
+        payload = torch.frombuffer(file.payload(slot), dtype=torch.float32)
         at = 0
         for flat in cell.optimizer.flat_state():
             payload[at : at + flat.numel()].copy_(flat)
@@ -80,7 +86,7 @@ class Snapshots:
             "report": None if position.report is None else plain(position.report),
             **self._more(),
         }
-        self.file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra)
+        file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra)
         self.seconds = time.perf_counter() - started
 
     def agree(self, step_s: float) -> None:

@@ -1,9 +1,9 @@
 """A cell's snapshots in memory that outlives its process: some slots, each the cell's whole state of one step.
 
 The file is a memfd that a holder owns and the cell maps. It begins with a page of its own (how many slots of what size,
-and the cell's progress word), then comes the index, which says in model coordinates what lies where in a slot, then the
-slots: a header, some small values, and the payload. A header is not valid while its slot is written, and its checksum
-covers the payload, so that a half-written slot is never taken for a snapshot.
+the cell's progress word and the marks of its faults), then comes the index, which says in model coordinates what lies
+where in a slot, then the slots: a header, some small values, and the payload. A header is not valid while its slot is
+written, and its checksum covers the payload, so that a half-written slot is never taken for a snapshot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTRA_BYTES = 256 * 1024
 _MAGIC = b"rfslots1"
 _FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
 _SLOT = struct.Struct("<QQQQQQ")  # valid, generation, step, xxh3 of the payload, bytes of the small values, their xxh3
-PROGRESS_AT = 1024
+PROGRESS_AT, MARKS_AT = 1024, 2048  # in the first page: the progress word, and the marks of faults
 
 
 @dataclass(frozen=True, kw_only=True)

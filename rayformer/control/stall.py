@@ -53,7 +53,8 @@ class Stall:
 
     @property
     def message(self) -> str:
-        waiting = f", and {len(self.waiters)} cells wait for it" if self.waiters else ""
+        num = len(self.waiters)
+        waiting = f", and {num} cell{'s wait' if num > 1 else ' waits'} for it" if num else ""
         return f"it has been in {self.seen.doing} for {self.seen.age_s:.1f} s{waiting}: {self.reason}"
 
 

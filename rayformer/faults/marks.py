@@ -36,6 +36,12 @@ class Marks:
         assert 0 <= offset <= len(memory) - MARKS_BYTES, f"{len(memory)} bytes end within the marks at {offset}"
         self._memory, self._offset, self._clock = memory, offset, clock
 
+    def move(self, memory: mmap.mmap) -> None:
+        """Go on in other memory, with all marks made so far."""
+        known = self._memory[self._offset : self._offset + MARKS_BYTES]
+        memory[self._offset : self._offset + MARKS_BYTES] = known
+        self._memory = memory
+
     def used(self, number: int) -> int:
         """How often fault ``number`` has taken place."""
         return int(_MARK.unpack_from(self._memory, self._at(number))[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import time
@@ -49,6 +50,9 @@ class FaultyProgress:
                 self._happened.add(fault.number)
                 self._mark(fault.number, step, phase)
                 carry_out(fault, step, self._poison)
+
+    def move(self, memory: mmap.mmap) -> None:
+        self._inner.move(memory)
 
 
 def carry_out(fault: Fault, step: int, poison: Callable[[], None]) -> None:

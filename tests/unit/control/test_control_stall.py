@@ -27,7 +27,7 @@ def test_a_stopped_process_is_found_at_once_while_the_others_still_work():
     assert (stall.cell, stall.waiters) == ("b", ("c",))
     assert (
         stall.message
-        == "it has been in Forward of 3 in step 7 for 0.5 s, and 1 cells wait for it: its process is stopped"
+        == "it has been in Forward of 3 in step 7 for 0.5 s, and 1 cell waits for it: its process is stopped"
     )
 
 
