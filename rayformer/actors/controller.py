@@ -175,6 +175,8 @@ class Controller:
         self._time_incident(before, after)
         if isinstance(after, Running) and not isinstance(before, Running):
             self._announce(after)
+        if isinstance(after, Finished) and self._incident is not None and self._incident.is_repaired:
+            self._recovered(self._incident)  # there was no step left to do
         for command in commands:
             self._recorder.journal(entry_of(command))
             self._carry_out(command)
@@ -444,7 +446,7 @@ class Controller:
         if isinstance(event, StepReport) and self._inflictor is not None:
             self._inflictor.on_step(event.step, event.generation)
         if isinstance(event, StepReport) and self._incident is not None and event.generation == self._generation:
-            self._recovered(self._incident, event)
+            self._recovered(self._incident)
 
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
@@ -454,7 +456,7 @@ class Controller:
         if self._incident is not None:
             self._incident.enter(after, now)
 
-    def _recovered(self, incident: Incident, report: StepReport) -> None:
+    def _recovered(self, incident: Incident) -> None:
         if incident.happened is None and self._inflictor is not None:
             incident.happened = max(
                 (
@@ -464,7 +466,7 @@ class Controller:
                 ),
                 default=None,
             )
-        values = incident.values(time.monotonic(), first_step=report.step)
+        values = incident.values(time.monotonic())
         self._incident = None
         self._recorder.journal(JournalEntry(kind="recovered", generation=self._generation, values=values))
         self._shown.put_nowait(Recovered(values=values))

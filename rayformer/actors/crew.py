@@ -19,10 +19,11 @@ from rayformer.actors.holder import Holder
 from rayformer.actors.placement import Placement, cell_resources
 from rayformer.actors.worker import Worker
 from rayformer.cell.plan import RunPlan
+from rayformer.errors import RunError
 from rayformer.layout import Cell, Layout
 
 logger = logging.getLogger("rayformer.crew")
-RETRY_S = 0.2
+RETRY_S, TRIES = 0.2, 5
 ROOM_S = 3.0  # seconds until a lost cell that finds no place is told
 
 
@@ -67,17 +68,17 @@ class Crew:
                 f"the workers of {', '.join(lost)} died before they were up; their logs are in {self._plan.files.logs}"
             )
         self.owners = owners
-        await self.hold({hand.node for hand in owners.values()})
+        self.hold({hand.node for hand in owners.values()})
         return None
 
-    async def hold(self, nodes: Iterable[str]) -> None:
+    def hold(self, nodes: Iterable[str]) -> None:
         """A holder on each of ``nodes``; each keeps copies of what the one before it holds."""
         for node in nodes:
             if node not in self.holders:
                 self.holders[node] = self._holder(node)
-        await self.link_holders()
+        self._link_holders()
 
-    async def link_holders(self) -> None:
+    def _link_holders(self) -> None:
         ring = list(self.holders.values())
         for holder, following in zip(ring, ring[1:] + ring[:1]):
             following.keep_copies_of.remote([holder] if len(ring) > 1 else [])
@@ -102,7 +103,7 @@ class Crew:
         if node not in _live_nodes():
             return
         logger.warning("the holder of node %s died; its cells take their snapshots to a new one", node)
-        await self.hold([node])
+        self.hold([node])
         for cell, hand in self.owners.items():
             if hand.node == node:
                 hand.actor.rehouse.remote(cell, self.holders[node])
@@ -129,14 +130,18 @@ class Crew:
         else:
             self.holders.pop(node, None)
             await self._move(cell, node, no_room)
-        while True:
+        for _ in range(TRIES):
             hand = self._placed_worker(cell)
             await self._settle(hand)
             if hand.node:
                 break
-            await asyncio.sleep(RETRY_S)  # it died before it was up
+            await asyncio.sleep(RETRY_S)
+        else:
+            raise RunError(
+                f"{TRIES} processes for {cell} died before they were up; their logs are in {self._plan.files.logs}"
+            )
         self.owners[cell] = hand
-        await self.hold([hand.node])
+        self.hold([hand.node])
         return hand
 
     def prepare(self, cell: str) -> Hand | None:
@@ -234,7 +239,12 @@ class Crew:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task failed", exc_info=error)
 
 
 def _live_nodes() -> set[str]:

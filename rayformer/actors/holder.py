@@ -25,7 +25,7 @@ from rayformer.errors import RunError, SnapshotError
 from rayformer.faults.marks import Mark, Marks
 
 KEPT_COPIES = 2
-PULL_EVERY_S = 0.2
+PULL_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 from rayformer.actors.assignment import Joined
 from rayformer.control.failure import first_cause
 from rayformer.control.states import Draining, Rebuilding, Restoring, Running, State
+from rayformer.events import CellError
 
 
 @dataclass(kw_only=True)
@@ -23,6 +24,7 @@ class Incident:
     told: int
     noticed: float = field(default_factory=time.time)
     happened: float | None = None
+    lost: dict[str, CellError] = field(default_factory=dict)  # by cell, also those lost while others were repaired
     _entered: dict[str, float] = field(default_factory=dict)
     _restoring: Restoring | None = None
     _joined: dict[str, Joined] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class Incident:
             self._entered = {name: at for name, at in self._entered.items() if name not in _LATER[type(state).__name__]}
         if isinstance(state, Restoring):
             self._restoring = state
+            self.lost = {**self.lost, **state.lost}
         assert not isinstance(state, Running) or self._restoring is not None
 
     def joined(self, cell: str, joined: Joined) -> None:
@@ -41,19 +44,20 @@ class Incident:
         self._joined[cell] = joined
 
     @property
-    def lost(self) -> tuple[str, ...]:
-        return () if self._restoring is None else tuple(self._restoring.lost)
+    def is_repaired(self) -> bool:
+        """Whether the cells have come to run again."""
+        return self._restoring is not None and "Running" in self._entered
 
-    def values(self, now: float, *, first_step: int) -> dict[str, Any]:
-        """The line's values, when the first step after it is told."""
+    def values(self, now: float) -> dict[str, Any]:
+        """The line's values, when the first step after it is told, or the end if there was nothing left to do."""
         restoring = self._restoring
         assert restoring is not None
         at = {
             name: self._entered.get(name, self.started) for name in ("Draining", "Rebuilding", "Restoring", "Running")
         }
         return {
-            "cells": [cell for cell in restoring.cells if cell in restoring.lost],
-            "cause": first_cause(tuple(restoring.lost.values())).message if restoring.lost else "a lost connection",
+            "cells": [cell for cell in restoring.cells if cell in self.lost],
+            "cause": first_cause(tuple(self.lost.values())).message if self.lost else "a lost connection",
             "source": restoring.restore.source,
             "step": restoring.restore.step,
             "steps_redone": max(0, self.told - restoring.restore.step),

@@ -16,6 +16,7 @@ FAST = {
     "health_check_failure_threshold": 3,
 }
 STEPS = 600
+# Steps of some tenths of a second: a copy on another node is that old, and must be of a step that all still have.
 
 
 @pytest.fixture
@@ -38,12 +39,12 @@ def test_a_lost_node_is_replaced_by_a_spare_bundle_and_then_by_later_room(cluste
     nodes = [cluster.add_node(num_cpus=2) for _ in range(3)]
     job = write_job(
         tmp_path, "nodes", corpus=documents, address=cluster.address, steps=STEPS, layout={"tp": 2, "pp": 2},
-        batch={"global": 8, "micro": 1, "seq": 16, "virtual_ranks": 1},
+        batch={"global": 32, "micro": 1, "seq": 16, "virtual_ranks": 1},
         recovery={"standbys_per_node": 0, "spare_bundles": 1, "snapshot_every": 1},
         checkpoint={"every": 0}, cluster={"wait_s": 2.0},
     )  # fmt: skip
     driver = train(job)
-    driver.until(lambda: len(lines_of(job)) >= 10, "some steps")
+    driver.until(lambda: len(lines_of(job)) >= 6, "some steps")
     before = members(job)
     lost = next(node for node in nodes if node.node_id == before["pp1.dp0.cp0.tp0"]["node"])
     cluster.remove_node(lost)
@@ -72,7 +73,7 @@ def test_a_lost_node_is_replaced_by_a_spare_bundle_and_then_by_later_room(cluste
 
     calm = write_job(
         tmp_path, "calm", corpus=documents, steps=STEPS, layout={"tp": 2, "pp": 2},
-        batch={"global": 8, "micro": 1, "seq": 16, "virtual_ranks": 1}, run={"stop_at": stopped + 20},
+        batch={"global": 32, "micro": 1, "seq": 16, "virtual_ranks": 1}, run={"stop_at": stopped + 20},
     )  # fmt: skip
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "rayformer.cell", calm]
     undisturbed = Driver([sys.executable, *arguments], folder=tmp_path)

@@ -52,7 +52,7 @@ def test_killed_workers_are_replaced_alone_and_the_curve_keeps_its_bits(
         assert line["cells"] == [cell] and line["source"] == "holder" and "died" in line["cause"]
         assert line["steps_redone"] <= 1 and line["disk_bytes"] == 0
         own = 3 * 4 * 80_000 // 4  # at most the masters and moments of one cell of four
-        assert 0 < line["bytes_moved"] <= own * (4 if line["steps_redone"] else 1)
+        assert 0 < line["bytes_moved"] <= 4 * own  # survivors that were a step ahead go back to it
         after_it = members(job)
         assert after_it[cell]["pid"] != before[cell]["pid"]
         assert {c: m for c, m in after_it.items() if c != cell} == {c: m for c, m in before.items() if c != cell}
