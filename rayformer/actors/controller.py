@@ -189,7 +189,6 @@ class Controller:
             case Join(generation=generation, restore=restore, pause_s=pause_s):
                 self._spawn(self._join_all(generation, restore, pause_s))
             case Grant(generation=generation):
-                self._judge.start_generation()
                 for cell in self._names:
                     self._calls[cell] = self._spawn(self._follow(cell, generation))
             case AskStop(generation=generation):

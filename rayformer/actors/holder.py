@@ -54,7 +54,7 @@ class Sight:
 
 
 class Holder:
-    """The memory of one node. ``second_for`` other nodes' cells it keeps copies, which it fetches by itself."""
+    """The memory of one node, and copies of what other holders have, which it fetches by itself."""
 
     def __init__(self) -> None:
         self._memory: dict[str, tuple[int, mmap.mmap]] = {}
@@ -83,12 +83,6 @@ class Holder:
                 os.ftruncate(descriptor, num_bytes)
                 self._memory[cell] = descriptor, mmap.mmap(descriptor, num_bytes)
             return f"/proc/{os.getpid()}/fd/{self._memory[cell][0]}"
-
-    def release(self, cells: list[str]) -> None:
-        """Forget the memory of cells that live elsewhere now, and copies of them that nobody needs."""
-        with self._lock:
-            for cell in cells:
-                self._drop(cell)
 
     def forget_after(self, step: int) -> None:
         """Copies of later steps are of a past that is left behind. Cells forget their own slots themselves."""

@@ -37,6 +37,6 @@ class RecoveryConfig(Section):
         "auto",
         description=(
             "Seconds without progress after which a cell is replaced; auto follows the steps seen so far. Saving,"
-            " loading and compiling may take ten times as long, and at least a minute."
+            " evaluating and loading may take ten times as long, and at least a minute."
         ),
     )

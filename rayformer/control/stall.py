@@ -64,15 +64,10 @@ class StallJudge:
     def __init__(self, stall_s: float | None) -> None:
         self._stall_s = stall_s
         self._step_s: deque[float] = deque(maxlen=1000)
-        self._first_steps = True
 
     def note_step(self, step_s: float) -> None:
         """A step took so long."""
         self._step_s.append(step_s)
-
-    def start_generation(self) -> None:
-        """The next steps may take longer: something is compiled, or memory is touched first."""
-        self._first_steps = True
 
     @property
     def deadline_s(self) -> float:
