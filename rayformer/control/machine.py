@@ -252,16 +252,25 @@ def _rebuilding(state: Rebuilding, event: Event) -> Step:
             cell = error.cell
             if cell in state.missing:
                 return state, ()
+            again = cell in state.lost and error.kind != "node"
             following = replace(
                 state,
                 lost=state.lost if cell in state.lost else {**state.lost, cell: error},
                 missing=state.missing | {cell},
                 standing={name: step for name, step in state.standing.items() if name != cell},
+                num_again=state.num_again + again,
             )
-            return _survey_anew(following, (cell,))
+            if state.budget.bears(following.num_again):
+                return _survey_anew(following, (cell,))
+            message = f"{following.num_again} new owners were lost before they could join, the last {cell}: {error.message}"
+            giving_up = CellError(cell="", worker="", kind="raised", message=message)
+            return Failed(generation=state.generation, errors=(*_errors(state), giving_up)), ()
         case NoRoom(missing=missing):
             if not state.missing:
                 return state, ()
+            if state.stop_asked:  # who wants to stop does not wait for room
+                rebuilding, survey = _survey_anew(state)
+                return Waiting(rebuilding=rebuilding, why=missing, is_over=True), survey
             return Waiting(rebuilding=state, why=missing), (Wait(generation=state.generation),)
         case StopAsked():
             return replace(state, stop_asked=True), ()

@@ -33,9 +33,11 @@ class Budget:
     @property
     def is_exceeded(self) -> bool:
         """Whether the failures so far are too many; with ``max_failures`` 0 a single one is, whatever its cause."""
-        if self.max_failures == 0:
-            return True
-        return self.max_failures != UNLIMITED and max(self.used.values(), default=0) > self.max_failures
+        return self.max_failures == 0 or not self.bears(max(self.used.values(), default=0))
+
+    def bears(self, num: int) -> bool:
+        """Whether ``num`` failures in a row are not too many."""
+        return self.max_failures == UNLIMITED or num <= self.max_failures
 
     @property
     def pause_s(self) -> float:

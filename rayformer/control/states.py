@@ -80,7 +80,8 @@ class Rebuilding:
     """Every survivor stands still; the ``lost`` cells get new owners for the next generation, which is this one.
 
     ``missing`` are those without one so far. ``held`` is what there is to restore from, None until survey number
-    ``survey`` is answered. ``broke`` are the errors of cells that only lost a peer.
+    ``survey`` is answered. ``broke`` are the errors of cells that only lost a peer. ``num_again`` counts new owners that
+    were lost themselves.
     """
 
     generation: int
@@ -92,6 +93,7 @@ class Rebuilding:
     standing: Mapping[str, int | None]
     survey: int = 1
     held: Held | None = None
+    num_again: int = 0
     stop_asked: bool = False
 
 

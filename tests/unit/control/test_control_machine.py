@@ -424,6 +424,16 @@ def test_a_replacement_lost_before_the_others_are_there_is_replaced_and_the_firs
     assert rebuilding.lost[B] == failure(B, "raised")
 
 
+def test_replacements_that_die_one_after_the_other_end_the_run():
+    once_more = [placed(B), lost(B, g=G + 1)]
+    rebuilding, _ = follow(AT_WORK, *B_LOST, *once_more, *once_more)
+    assert isinstance(rebuilding, Rebuilding) and rebuilding.num_again == BUDGET.max_failures == 2
+    failed, _ = follow(rebuilding, *once_more)
+    assert failed.errors[-1].message == "3 new owners were lost before they could join, the last pp1: Died: pp1"
+    nodes = [placed(B), replace(lost(B, g=G + 1), error=failure(B, "node"))]
+    assert isinstance(follow(rebuilding, *nodes)[0], Rebuilding)  # which are nobody's fault
+
+
 @pytest.mark.parametrize("cell", [A, B], ids=["a survivor", "the spare"])
 def test_a_cell_lost_while_restoring_leads_to_one_more_generation(cell):
     others = tuple(other for other in CELLS if other != cell)
@@ -587,6 +597,13 @@ def test_a_stop_asked_while_waiting_ends_the_wait_as_its_time_would(stop):
     saving, commands = follow(stopping, surveyed(number=2))
     restore = Restore(step=STEP, sources={A: "live", B: "holder", C: "live"})
     assert isinstance(saving, Saving) and commands == [SaveHeld(generation=G + 1, restore=restore)]
+
+
+def test_who_wants_to_stop_does_not_wait_for_room():
+    waiting, commands = follow(AT_WORK, *B_LOST, surveyed(), STOP, NO_ROOM_NOW)
+    assert isinstance(waiting, Waiting) and commands[-1] == Survey(generation=G + 1, number=2)
+    saving, _ = follow(waiting, surveyed(number=2))
+    assert isinstance(saving, Saving)
 
 
 def test_a_stop_asked_while_waiting_is_honoured_when_room_comes_before_the_checkpoint():
