@@ -11,9 +11,9 @@ from pathlib import Path
 from rayformer.cell.progress import PHASES
 from rayformer.config.faults import EFFECTS, Effect, FaultConfig
 from rayformer.config.keys import keys_of
-from rayformer.faults.plan import CONTROLLER_EFFECTS, MOST_FAULTS, NAMED_INSTRUCTIONS, PLACES, SECONDS
+from rayformer.faults.plan import CONTROLLER_EFFECTS, NAMED_INSTRUCTIONS, PLACES, SECONDS
 
-HEAD = f"""\
+HEAD = """\
 # Faults on purpose
 
 Written by `python docs/make_faults.py` from `rayformer/config/faults.py` and `rayformer/faults/plan.py`; change the
@@ -21,14 +21,14 @@ tables there and the text here.
 
 ## A plan
 
-A plan is a YAML list with an entry for each fault, at most {MOST_FAULTS}: one effect with its target, the step, and
+A plan is a YAML list with an entry for each fault: one effect with its target, the step, and
 where in the step. It is the section `faults` of a job, or a file of its own:
 
 ```yaml
-- {{kill: pp1.dp0, step: 7, at: backward}}            # a cell: axes in any order, an omitted one is 0
-- {{freeze: any, step: [10, 20], at: any, seed: 3}}   # drawn by the seed, the same every time
-- {{kill: pp0, step: 30, at: RecvGrad, microbatch: 2}}
-- {{kill_holder: pp0, step: 40}}
+- {kill: pp1.dp0, step: 7, at: backward}            # a cell: axes in any order, an omitted one is 0
+- {freeze: any, step: [10, 20], at: any, seed: 3}   # drawn by the seed, the same every time
+- {kill: pp0, step: 30, at: RecvGrad, microbatch: 2}
+- {kill_holder: pp0, step: 40}
 ```
 
 A fault happens once, after its mark was written where it outlives the process, so that whoever takes over does not

@@ -17,9 +17,9 @@ class Assignment:
 
     ``accelerators`` are those of the node that the cell computes on, as CUDA_VISIBLE_DEVICES has them.
 
-    ``holder`` keeps the memory of the worker's node. ``step`` and ``source`` are what to go on from; ``folder`` is the
-    checkpoint if that is the source, None for the initial state, and ``copies`` the holder if it is a second one.
-    ``goes_on`` is false in the first generation of an attempt.
+    ``holder`` keeps the memory of the worker's node; what it has ``is_copied`` by another one. ``step`` and ``source``
+    are what to go on from; ``folder`` is the checkpoint if that is the source, None for the initial state, and
+    ``copies`` the holder if it is a second one. ``goes_on`` is false in the first generation of an attempt.
     """
 
     plan: RunPlan
@@ -31,6 +31,7 @@ class Assignment:
     loopback: bool
     accelerators: str = ""
     holder: ActorHandle | None = None
+    is_copied: bool = False
     step: int = 0
     source: Source = "checkpoint"
     folder: Path | None = None

@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 
 from rayformer.actors.assignment import Assignment
-from rayformer.actors.crew import Crew, Hand
+from rayformer.actors.crew import Crew, Hand, live_nodes
 from rayformer.actors.holder import Sight
 from rayformer.actors.incident import Incident
 from rayformer.actors.inflict import Inflictor
@@ -127,7 +127,8 @@ class Controller:
         self._stalled_since: float | None = None
         self._second_holder: dict[str, ActorHandle] = {}
         faults = resolve_faults(job.faults, self._layout)
-        self._inflictor = Inflictor(faults, self._crew, self._recorder.journal) if faults else None
+        marks = plan.files.marks(plan.attempt)
+        self._inflictor = Inflictor(faults, self._crew, marks, self._recorder.journal) if faults else None
         self._judge = StallJudge(None if job.recovery.stall_s == "auto" else job.recovery.stall_s)
 
     def __repr__(self) -> str:
@@ -146,7 +147,8 @@ class Controller:
                 logger.exception("could not handle %s", event)
                 failed = ControllerFailed(generation=self._generation, message=_shown_error(error))
                 self._machine.advance(failed)  # not journaled: it may be the journal that failed
-        await self._prove_faults()
+        if self._inflictor is not None:
+            self._inflictor.prove(self._generation)
         self._end()
         await asyncio.sleep(LINGER_S)
         ray.actor.exit_actor()
@@ -224,7 +226,7 @@ class Controller:
             return
         self._spawn(self._watch())
         if self._inflictor is not None:
-            self._spawn(self._watch_faults())
+            self._spawn(self._watch_faults(self._inflictor))
         self._inbox.put_nowait(Placed(generation=FIRST_GENERATION))
 
     def _assignment(self, cell: str, generation: int, restore: Restore | None = None) -> Assignment:
@@ -241,6 +243,7 @@ class Controller:
             loopback=self._is_local,
             accelerators=hand.accelerators,
             holder=self._crew.holders.get(hand.node),
+            is_copied=len(self._crew.holders) > 1,
             step=step if restore is None else restore.step,
             source=source,
             folder=folder,
@@ -375,19 +378,10 @@ class Controller:
             if stall is not None and self._machine.state is state:
                 await self._tell_stall(stall, state.generation)
 
-    async def _watch_faults(self) -> None:
+    async def _watch_faults(self, inflictor: Inflictor) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await self._prove_faults()
-
-    async def _prove_faults(self) -> None:
-        """Journal the faults that have taken place in cells since the last time."""
-        if self._inflictor is None:
-            return
-        for holder in list(self._crew.holders.values()):
-            sights = await _answer(holder.look.remote(with_marks=True), LOOK_EVERY_S * 5)
-            if sights is not _NO_ANSWER:
-                self._inflictor.prove(sights, self._generation)
+            inflictor.prove(self._generation)
 
     async def _silent(self) -> frozenset[str]:
         """The cells that don't answer within a second."""
@@ -478,14 +472,14 @@ class Controller:
         standby = self._crew.prepare(cell)
         if standby is not None:
             standby.actor.prepare.remote(self._assignment(cell, 0))
-        failure = _cell_error(cell, worker, error)
+        failure = _cell_error(cell, self._crew.owners[cell], error)
         self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
 
     def _fail(self, cell: str, hand: Hand, generation: int, error: RayError) -> None:
         """A call of a cell failed: its process is gone, which the tether tells too, or its program raised."""
         if self._crew.owners[cell] is not hand:
             return
-        failure = _cell_error(cell, hand.name, error)
+        failure = _cell_error(cell, hand, error)
         if isinstance(error, RayActorError):
             self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
         else:
@@ -543,15 +537,15 @@ class Controller:
             self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=_shown_error(error)))
 
 
-def _cell_error(cell: str, worker: str, error: Exception) -> CellError:
+def _cell_error(cell: str, hand: Hand, error: Exception) -> CellError:
     """What an exception from an actor call means for its cell."""
     if isinstance(error, RayActorError):
-        message = death_of(error)
-        kind = "node" if "node" in message and "died" in message.lower().split("node", 1)[1] else "died"
-        return CellError(cell=cell, worker=worker, kind=kind, message=message)
+        is_node = error.preempted or (hand.node != "" and hand.node not in live_nodes())
+        kind: Literal["node", "died"] = "node" if is_node else "died"
+        return CellError(cell=cell, worker=hand.name, kind=kind, message=death_of(error))
     cause = getattr(error, "cause", None) or error
     final = isinstance(cause, RayformerError) and not isinstance(cause, SnapshotError)  # it would only come again
-    return CellError(cell=cell, worker=worker, kind="raised", message=_shown_error(cause), final=final)
+    return CellError(cell=cell, worker=hand.name, kind="raised", message=_shown_error(cause), final=final)
 
 
 _NO_ANSWER = object()

@@ -100,7 +100,7 @@ class Crew:
             return
         del self.holders[node]
         await asyncio.sleep(RETRY_S)
-        if node not in _live_nodes():
+        if node not in live_nodes():
             return
         logger.warning("the holder of node %s died; its cells take their snapshots to a new one", node)
         self.hold([node])
@@ -120,7 +120,7 @@ class Crew:
     async def replace(self, cell: str, no_room: Callable[[str], None]) -> Hand:
         """A new owner for ``cell``: a standby of its node, else a cold start on its own place, else on another one."""
         node = self.owners[cell].node
-        if node in _live_nodes():
+        if node in live_nodes():
             hand = self._standby(cell, node)
             if hand is not None:
                 self._standbys[node].remove(hand)
@@ -158,7 +158,7 @@ class Crew:
 
     def refill(self, warm: Callable[[Hand], Any]) -> None:
         """Start the standbys that are missing, in the background; ``warm`` makes one ready."""
-        for node in {hand.node for hand in self.owners.values()} & _live_nodes():
+        for node in {hand.node for hand in self.owners.values()} & live_nodes():
             there = len(self._standbys.get(node, ())) + self._coming[node]
             for _ in range(self._job.recovery.standbys_per_node - there):
                 self._coming[node] += 1
@@ -229,7 +229,7 @@ class Crew:
         bundle = at.pp, at.dp, at.cp
         if (bundle, node) not in self._moved:  # by another cell of the bundle
             self._moved.add((bundle, node))
-            self.placement.move(bundle, _live_nodes())
+            self.placement.move(bundle, live_nodes())
         while (missing := await self.placement.wait(ROOM_S)) is not None:
             no_room(missing)
 
@@ -247,5 +247,6 @@ class Crew:
             logger.error("a task failed", exc_info=error)
 
 
-def _live_nodes() -> set[str]:
+def live_nodes() -> set[str]:
+    """The ids of the nodes that Ray counts as alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,11 @@ import psutil
 import ray
 
 from rayformer.cell.progress import Word, read_word
-from rayformer.ckpt.slots import MARKS_AT, SlotFile, Snapshot
+from rayformer.ckpt.slots import NUM_ANCHORS, SlotFile, Snapshot
 from rayformer.errors import RunError, SnapshotError
-from rayformer.faults.marks import Mark, Marks
 
-KEPT_COPIES = 2
 PULL_EVERY_S = 0.1
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,11 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What is seen of a cell from outside: its word, how old that is, whether its process is stopped, its faults."""
+    """What is seen of a cell from outside: its word, how old that is, whether its process is stopped."""
 
     word: Word
     age_s: float
     is_stopped: bool
-    marks: tuple[Mark, ...] = ()
 
 
 class Holder:
@@ -66,19 +65,14 @@ class Holder:
     def reserve(self, cell: str, num_bytes: int, pid: int) -> str:
         """The path of ``cell``'s memory, at least ``num_bytes`` long; what is in it from before stays.
 
-        Raises RunError if the node has not that much memory left.
+        Raises RunError if the node has not that much memory left, beside what others were promised.
         """
         with self._lock:
             self._pids[cell] = pid
             known = self._memory.get(cell)
             if known is None or len(known[1]) < num_bytes:
-                free = psutil.virtual_memory().available
-                if num_bytes > free:
-                    raise RunError(
-                        f"the snapshots of {cell} take {num_bytes / 2**30:.1f} GiB of host memory, and its node has"
-                        f" {free / 2**30:.1f} GiB left; use a wider layout or recovery.snapshot_every=0"
-                    )
                 self._drop(cell)
+                self._check_room(cell, num_bytes)
                 descriptor = os.memfd_create(f"rayformer {cell}")
                 os.ftruncate(descriptor, num_bytes)
                 self._memory[cell] = descriptor, mmap.mmap(descriptor, num_bytes)
@@ -102,33 +96,31 @@ class Holder:
                 return copy
         return self._copy(cell, step)
 
-    def newest(self) -> dict[str, int]:
-        """The newest step in each cell's slots."""
+    def anchors(self) -> dict[str, int]:
+        """The newest anchor in each cell's slots."""
         newest = {}
         for cell, (_, memory) in list(self._memory.items()):
             with suppress(ValueError):  # closed meanwhile
-                steps = SlotFile(memory).steps()
-                if steps:
-                    newest[cell] = max(steps)
+                if anchors := SlotFile(memory).anchors():
+                    newest[cell] = max(anchors)
         return newest
 
     def keep_copies_of(self, holders: list[Any]) -> None:
-        """Fetch the newest snapshots of ``holders``' cells from now on, in the background."""
+        """Fetch the anchors of ``holders``' cells from now on, in the background."""
         first = not self._sources
         self._sources = list(holders)
         if first and holders:
             threading.Thread(target=self._pull_forever, daemon=True).start()
 
-    def look(self, with_marks: bool = False) -> dict[str, Sight]:
-        """What is seen of every cell here, ``with_marks`` of the faults that took place."""
+    def look(self) -> dict[str, Sight]:
+        """What is seen of every cell here."""
         seen, now = {}, time.monotonic()
         for cell, (_, memory) in list(self._memory.items()):
-            with suppress(ValueError):
+            with suppress(ValueError):  # closed meanwhile
                 word = read_word(memory)
                 if word.count:
-                    marks = tuple(Marks(memory, MARKS_AT).read()) if with_marks else ()
                     stopped = _is_stopped(self._pids[cell])
-                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=stopped, marks=marks)
+                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=stopped)
         return seen
 
     @ray.method(concurrency_group="tether")
@@ -146,10 +138,11 @@ class Holder:
         while True:
             for holder in self._sources:
                 with suppress(ray.exceptions.RayError):
-                    for cell, step in ray.get(holder.newest.remote()).items():
+                    for cell, step in ray.get(holder.anchors.remote()).items():
                         if all(copy.step != step for copy in self._copies.get(cell, ())):
-                            copy = ray.get(holder.fetch.remote(cell, step))
-                            self._copies[cell] = [*self._copies.get(cell, ()), copy][-KEPT_COPIES:]
+                            found = ray.get(holder.fetch.remote(cell, step))
+                            copy = replace(found, payload=found.payload.copy())  # out of Ray's object store
+                            self._copies[cell] = [*self._copies.get(cell, ()), copy][-NUM_ANCHORS:]
             time.sleep(PULL_EVERY_S)
 
     def _copy(self, cell: str, step: int) -> Copy:
@@ -167,6 +160,17 @@ class Holder:
         file.read(step)  # it may have been written again meanwhile
         return copy
 
+    def _check_room(self, cell: str, num_bytes: int) -> None:
+        """Memory is taken when it is written first, so that what was promised before counts as far as it was not."""
+        promised = sum(len(memory) - _touched_bytes(descriptor) for descriptor, memory in self._memory.values())
+        free = free_memory() - promised
+        if num_bytes > free:
+            raise RunError(
+                f"the snapshots of {cell} take {num_bytes / 2**30:.1f} GiB of host memory, and its node has"
+                f" {max(free, 0) / 2**30:.1f} GiB left beside those of {len(self._memory)} other cells; use a wider"
+                " layout, or recovery.snapshot_every=0"
+            )
+
     def _drop(self, cell: str) -> None:
         if cell in self._memory:
             descriptor, memory = self._memory.pop(cell)
@@ -181,6 +185,19 @@ def _whole_steps(memory: mmap.mmap) -> tuple[int, ...]:
         with suppress(SnapshotError):
             whole.append(file.read(step).step)
     return tuple(whole)
+
+
+def _touched_bytes(descriptor: int) -> int:
+    return os.fstat(descriptor).st_blocks * 512
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the control group that this process is in, has left."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no such file without cgroups v2, and "max" without a limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        free = min(free, limit - int((_CGROUP / "memory.current").read_text()))
+    return free
 
 
 def _is_stopped(pid: int) -> bool:

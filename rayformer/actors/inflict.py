@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 
 import ray
 
 from rayformer.actors.crew import Crew
-from rayformer.actors.holder import Sight
 from rayformer.events import JournalEntry
+from rayformer.faults.marks import read_marks
 from rayformer.faults.plan import CONTROLLER_EFFECTS, Fault
 
 logger = logging.getLogger("rayformer.faults")
 
 
 class Inflictor:
-    """The faults of one run. ``journal`` gets a line ``fault`` for each that takes place."""
+    """The faults of one run. ``journal`` gets a line ``fault`` for each that takes place; cells mark theirs."""
 
-    def __init__(self, faults: tuple[Fault, ...], crew: Crew, journal: Callable[[JournalEntry], None]) -> None:
-        self.faults, self._crew, self._journal = faults, crew, journal
+    def __init__(
+        self, faults: tuple[Fault, ...], crew: Crew, marks: Path, journal: Callable[[JournalEntry], None]
+    ) -> None:
+        self.faults, self._crew, self._marks, self._journal = faults, crew, marks, journal
         self._told: Counter[int] = Counter()
         self.happened: dict[str, float] = {}  # when the last fault befell each cell, Unix time
 
-    def prove(self, sights: Mapping[str, Sight], generation: int) -> None:
+    def prove(self, generation: int) -> None:
         """Write down the marks that cells have left since the last time."""
-        for sight in sights.values():
-            for mark in sight.marks:
+        found = Counter[int]()
+        for mark in read_marks(self._marks):
+            found[mark.number] += 1
+            if found[mark.number] > self._told[mark.number]:
                 fault = self.faults[mark.number]
-                self.happened[fault.cell] = max(mark.time, self.happened.get(fault.cell, 0.0))
-                while self._told[mark.number] < mark.count:
-                    self._tell(fault, step=mark.step, at=mark.phase, generation=generation)
+                self.happened[fault.cell] = mark.time
+                self._tell(fault, step=mark.step, at=mark.phase, generation=generation)
 
     def on_step(self, step: int, generation: int) -> None:
         """Carry out what is due when the run tells of ``step``."""

@@ -33,7 +33,7 @@ from rayformer.cell.progress import NoProgress, Progress, ProgressWord
 from rayformer.cell.rehearsal import rehearse
 from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
 from rayformer.cell.state import load_checkpoint
-from rayformer.ckpt.slots import MARKS_AT
+from rayformer.ckpt.slots import PAGE
 from rayformer.errors import CollectiveError
 from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport, plain
 from rayformer.faults.marks import Marks
@@ -56,7 +56,7 @@ class Worker:
         self._memory: mmap.mmap | None = None
         self._snapshots: Snapshots | None = None
         self._progress: Progress = NoProgress()
-        self._marks: Marks | None = None
+        self._is_copied = False  # by a holder of another node
         self._outbox: list[CellEvent] = []
         self._stop_asked = threading.Event()
         self._aborted = 0  # the last generation that was given up
@@ -136,12 +136,9 @@ class Worker:
         """Take the snapshots of ``cell`` to ``holder`` from now on; the one before it is gone."""
         if self._cell is None or str(self._cell.groups.cell) != cell:
             return
-        path = ray.get(holder.reserve.remote(cell, slot_bytes(self._cell), os.getpid()))
-        self._memory = map_memory(Path(path))
+        self._memory = self._reserved(self._cell, holder)
         if self._snapshots is not None:
             self._snapshots.rehouse(self._memory)
-        if self._marks is not None:
-            self._marks.move(self._memory)
         self._progress.move(self._memory)
 
     @ray.method(concurrency_group="control")
@@ -221,6 +218,7 @@ class Worker:
     def _restore(self, cell: Cell, assignment: Assignment) -> tuple[int, int]:
         """Bring the own shard to the step asked for; the bytes moved from memory, and those read from disk."""
         step = assignment.step
+        self._progress.at("load", step)
         if self._snapshots is not None:
             self._snapshots.file.forget_after(step)
         match assignment.source:
@@ -254,8 +252,8 @@ class Worker:
         if self._cell is not None:
             self._cell.groups.abort()
         cell = build_cell(plan.job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
+        self._watch(cell, assignment)
         cell.programs.train(plan.job.batch.size_after(plan.consumed_samples))
-        self._reserve(cell, assignment)
         self._cell = cell
         return cell
 
@@ -279,27 +277,30 @@ class Worker:
             self._store = StoreClients(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=120)))
             self._store.take(5)
 
-    def _reserve(self, cell: Cell, assignment: Assignment) -> None:
+    def _watch(self, cell: Cell, assignment: Assignment) -> None:
         """Map the own slots: those of the process before this one, if there was one."""
-        every = assignment.plan.job.recovery.snapshot_every
         if assignment.holder is None:
             return
-        name = str(cell.groups.cell)
-        path = ray.get(assignment.holder.reserve.remote(name, slot_bytes(cell), os.getpid()))
-        self._memory = map_memory(Path(path))
-        self._progress = self._watched(cell, ProgressWord(self._memory))
-        self._progress.at("load", assignment.step)
+        every, self._is_copied = assignment.plan.job.recovery.snapshot_every, assignment.is_copied
+        self._memory = self._reserved(cell, assignment.holder)
+        self._progress = self._faulty(cell, assignment, ProgressWord(self._memory))
+        self._progress.at("setup", assignment.step)
         if every != 0:
-            self._snapshots = Snapshots(cell, self._memory, every=every, more=self._unsent)
+            self._snapshots = Snapshots(cell, self._memory, every=every, is_copied=self._is_copied, more=self._unsent)
 
-    def _watched(self, cell: Cell, word: ProgressWord) -> Progress:
+    def _reserved(self, cell: Cell, holder: ActorHandle) -> mmap.mmap:
+        """Memory for the snapshots of ``cell``, and at least for its progress word."""
+        takes_none = cell.job.recovery.snapshot_every == 0
+        num_bytes = PAGE if takes_none else slot_bytes(cell, is_copied=self._is_copied)
+        return map_memory(Path(ray.get(holder.reserve.remote(str(cell.groups.cell), num_bytes, os.getpid()))))
+
+    def _faulty(self, cell: Cell, assignment: Assignment, word: ProgressWord) -> Progress:
         """``word``, or a decorator of it if faults shall happen to this cell."""
-        assert self._memory is not None
         name = str(cell.groups.cell)
         faults = resolve_faults(cell.job.faults, cell.groups.layout)
         if not any(fault.cell == name for fault in faults):
             return word
-        marks = self._marks = Marks(self._memory, MARKS_AT)
+        marks = Marks(assignment.plan.files.marks(assignment.plan.attempt), name)
         return FaultyProgress(word, faults, cell=name, used=marks.used, mark=marks.mark, poison=partial(_poison, cell))
 
     def _unsent(self) -> dict[str, Any]:

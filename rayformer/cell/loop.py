@@ -71,10 +71,10 @@ def train(
             flops_per_token=flops,
             phase_s=runner.phase_s,  # the snapshot adds its own
         )
-        if snapshots is not None and step % snapshots.every == 0:
-            runner.snapshot(snapshots)
-            if snapshots.is_auto and step >= settled:
-                settled = until + 1
+        if snapshots is not None:
+            if snapshots.is_due(step):
+                runner.snapshot(snapshots)
+            if step == settled:  # on every cell, also where another interval was agreed on before
                 snapshots.agree(position.report.step_s)
         last = step == until or vote.stop
         for event in after.events(last=last):

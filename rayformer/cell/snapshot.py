@@ -14,12 +14,22 @@ from typing import Any, Literal
 import torch
 
 from rayformer.cell.build import Cell
-from rayformer.ckpt.slots import IndexEntry, SlotFile, Snapshot, dump_index, holdings_of
+from rayformer.ckpt.slots import (
+    NUM_ANCHORS,
+    NUM_RECENT,
+    Cadence,
+    IndexEntry,
+    SlotFile,
+    Snapshot,
+    dump_index,
+    holdings_of,
+)
 from rayformer.events import StepReport, plain
 from rayformer.optim.scaler import LossScale
 from rayformer.shards import plan_transfers
 
 SHARE = 0.01  # of a step, for snapshots
+ANCHOR_S, COPIED_BYTES_PER_S = 2.0, 50e6  # between two anchors there is time to make a copy on another node
 
 
 def slot_index(cell: Cell) -> list[IndexEntry]:
@@ -27,9 +37,9 @@ def slot_index(cell: Cell) -> list[IndexEntry]:
     return [IndexEntry(tensor=s.tensor, box=s.box, start=s.start) for s in cell.optimizer.owned_state()]
 
 
-def slot_bytes(cell: Cell) -> int:
-    """The size of the file that holds the slots of ``cell``."""
-    return SlotFile.bytes_needed(_payload_bytes(cell), len(dump_index(slot_index(cell))))
+def slot_bytes(cell: Cell, *, is_copied: bool) -> int:
+    """The size of the file that holds the slots of ``cell``; more of them where another node makes copies."""
+    return SlotFile.bytes_needed(_payload_bytes(cell), len(dump_index(slot_index(cell))), _num_slots(is_copied))
 
 
 def map_memory(path: Path) -> mmap.mmap:
@@ -44,7 +54,7 @@ def map_memory(path: Path) -> mmap.mmap:
 class Snapshots:
     """Takes snapshots of ``cell`` into ``memory`` after every ``every`` steps, auto: as often as costs little.
 
-    ``more`` gives further small values of each.
+    Where it ``is_copied`` to another node, some steps are anchors. ``more`` gives further small values of each.
     """
 
     def __init__(
@@ -53,20 +63,25 @@ class Snapshots:
         memory: mmap.mmap,
         *,
         every: int | Literal["auto"],
+        is_copied: bool = False,
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._cell, self._more = cell, more
-        self.is_auto = every == "auto"
-        self.every = 1 if every == "auto" else every
+        self._is_auto, self._is_copied = every == "auto", is_copied
+        first = 1 if every == "auto" else every
+        self._first = Cadence(every=first, anchor_every=first if is_copied else 0)
         self.seconds = 0.0
-        self.file = SlotFile(memory)
-        self.file.prepare(slot_index(cell), _payload_bytes(cell))
+        self.rehouse(memory)
 
     def rehouse(self, memory: mmap.mmap) -> None:
-        """Take the next snapshots into other memory."""
-        file = SlotFile(memory)
-        file.prepare(slot_index(self._cell), _payload_bytes(self._cell))
-        self.file = file
+        """Take the next snapshots into ``memory``; what the process before this one agreed on stands there."""
+        self.file = SlotFile(memory)
+        self.file.prepare(slot_index(self._cell), _payload_bytes(self._cell), _num_slots(self._is_copied), self._first)
+        self.cadence = self.file.cadence
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is to be taken after ``step``."""
+        return self.cadence.is_due(step)
 
     def take(self) -> None:
         """Copy the state as it is now, after the step that ``cell.position`` says."""
@@ -86,13 +101,21 @@ class Snapshots:
             "report": None if position.report is None else plain(position.report),
             **self._more(),
         }
-        file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra)
+        is_anchor = self.cadence.is_anchor(position.step)
+        file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra, is_anchor=is_anchor)
         self.seconds = time.perf_counter() - started
 
     def agree(self, step_s: float) -> None:
-        """Choose, with all cells, the smallest interval that costs at most ``SHARE`` of a step of ``step_s``."""
-        wanted = math.ceil(self.seconds / (SHARE * step_s))
-        self.every = max(self._cell.groups.world.gather_values(wanted))
+        """Choose the cadence, with all cells, now that a step of ``step_s`` and a snapshot have been seen.
+
+        With auto it is the smallest interval that costs at most ``SHARE`` of a step.
+        """
+        world, every = self._cell.groups.world, self.cadence.every
+        if self._is_auto:
+            every = max(1, *world.gather_values(math.ceil(self.seconds / (SHARE * step_s))))
+        apart_s = ANCHOR_S + _payload_bytes(self._cell) / COPIED_BYTES_PER_S
+        apart = max(world.gather_values(math.ceil(apart_s / (every * step_s)) if self._is_copied else 0))
+        self.cadence = self.file.cadence = Cadence(every=every, anchor_every=every * apart if self._is_copied else 0)
 
 
 def restore(cell: Cell, snapshots: Iterable[tuple[bytes, Snapshot]]) -> int:
@@ -121,6 +144,10 @@ def restore(cell: Cell, snapshots: Iterable[tuple[bytes, Snapshot]]) -> int:
     if extra["report"] is not None:
         cell.position.report = StepReport(**extra["report"])
     return moved
+
+
+def _num_slots(is_copied: bool) -> int:
+    return NUM_RECENT - 1 + NUM_ANCHORS if is_copied else NUM_RECENT
 
 
 def _payload_bytes(cell: Cell) -> int:

@@ -1,5 +1,9 @@
 """A cell's snapshots in memory that outlives its process: some slots, each the cell's whole state of one step.
 
+The newest are there for the loss of a process, which is noticed at once. Where another node keeps copies, which takes
+it some time, some steps are anchors: the last two of them stay until the next one, so that a step that was copied is
+still here when it is needed.
+
 The file is a memfd that a holder owns and the cell maps. It begins with a page of its own (how many slots of what size,
 the cell's progress word and the marks of its faults), then comes the index, which says in model coordinates what lies
 where in a slot, then the slots: a header, some small values, and the payload. A header is not valid while its slot is
@@ -23,12 +27,13 @@ from rayformer.errors import SnapshotError
 from rayformer.shards import Box, Holding
 
 PAGE = 4096
-NUM_SLOTS = 3
+NUM_RECENT, NUM_ANCHORS = 3, 2
 EXTRA_BYTES = 256 * 1024
 _MAGIC = b"rfslots1"
 _FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
-_SLOT = struct.Struct("<QQQQQQ")  # valid, generation, step, xxh3 of the payload, bytes of the small values, their xxh3
-PROGRESS_AT, MARKS_AT = 1024, 2048  # in the first page: the progress word, and the marks of faults
+_CADENCE = struct.Struct("<QQ")  # steps between snapshots, and between anchors
+_SLOT = struct.Struct("<QQQQQQQ")  # valid, generation, step, anchor, xxh3 of payload, bytes of small values, their xxh3
+CADENCE_AT, PROGRESS_AT = 512, 1024  # in the first page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,20 @@ class IndexEntry:
     tensor: str
     box: Box
     start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """Steps between two snapshots, and between two anchors: a multiple, or 0 for none."""
+
+    every: int
+    anchor_every: int = 0
+
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def is_anchor(self, step: int) -> bool:
+        return self.anchor_every > 0 and step % self.anchor_every == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,26 +72,28 @@ class Snapshot:
 class SlotFile:
     """The slots in ``memory``, which is as long as ``bytes_needed`` says.
 
-    One process writes; others may read at any time. ``payload_bytes`` and the index are set once, by ``prepare``.
+    One process writes; others may read at any time. ``payload_bytes``, the index and how many slots there are is set
+    once, by ``prepare``.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @staticmethod
-    def bytes_needed(payload_bytes: int, index_bytes: int) -> int:
-        return PAGE + _up(index_bytes) + NUM_SLOTS * (PAGE + EXTRA_BYTES + _up(payload_bytes))
+    def bytes_needed(payload_bytes: int, index_bytes: int, num_slots: int) -> int:
+        return PAGE + _up(index_bytes) + num_slots * (PAGE + EXTRA_BYTES + _up(payload_bytes))
 
-    def prepare(self, index: Sequence[IndexEntry], payload_bytes: int) -> None:
+    def prepare(self, index: Sequence[IndexEntry], payload_bytes: int, num_slots: int, cadence: Cadence) -> None:
         """Write the file's head, unless it is there already: slots that hold the same boxes keep their contents."""
         text = dump_index(index)
-        if self.is_prepared and self.index_text == text and self.payload_bytes == payload_bytes:
+        if self.is_prepared and self.index_text == text and self._head[1:3] == (num_slots, payload_bytes):
             return
-        needed = self.bytes_needed(payload_bytes, len(text))
+        needed = self.bytes_needed(payload_bytes, len(text), num_slots)
         assert len(self._memory) >= needed, f"{len(self._memory)} bytes for slots of {needed}"
-        self._memory[: _FILE.size] = _FILE.pack(_MAGIC, NUM_SLOTS, payload_bytes, len(text))
+        self._memory[: _FILE.size] = _FILE.pack(_MAGIC, num_slots, payload_bytes, len(text))
         self._memory[PAGE : PAGE + len(text)] = text
-        for slot in range(NUM_SLOTS):
+        self.cadence = cadence
+        for slot in range(num_slots):
             self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
 
     @property
@@ -87,16 +108,31 @@ class SlotFile:
     def index_text(self) -> bytes:
         return self._memory[PAGE : PAGE + self._head[3]]
 
+    @property
+    def cadence(self) -> Cadence:
+        """When snapshots are due, for whoever takes over."""
+        every, anchor_every = _CADENCE.unpack_from(self._memory, CADENCE_AT)
+        return Cadence(every=every, anchor_every=anchor_every)
+
+    @cadence.setter
+    def cadence(self, cadence: Cadence) -> None:
+        _CADENCE.pack_into(self._memory, CADENCE_AT, cadence.every, cadence.anchor_every)
+
     def holdings(self, snapshot: Snapshot) -> Iterator[Holding[tuple[Snapshot, int]]]:
         """What ``snapshot`` holds, for ``plan_transfers``; a place is the snapshot and where in its payload."""
         return holdings_of(self.index_text, snapshot)
 
     def begin(self, step: int) -> int:
-        """The slot to write the snapshot of ``step`` into: the oldest, which is no snapshot from now on."""
-        headers = [self._header(slot) for slot in range(NUM_SLOTS)]
+        """The slot to write the snapshot of ``step`` into, which is no snapshot from now on.
+
+        It is the oldest that is none of the last two anchors.
+        """
+        headers = [self._header(slot) for slot in self._slots]
         free = [slot for slot, (valid, *_) in enumerate(headers) if not valid]
         same = [slot for slot, header in enumerate(headers) if header[0] and header[2] == step]
-        slot = (same or free or [min(range(NUM_SLOTS), key=lambda s: headers[s][2])])[0]
+        by_age = sorted(self._slots, key=lambda slot: headers[slot][2])
+        kept = [slot for slot in by_age if headers[slot][3]][-NUM_ANCHORS:]
+        slot = (same or free or [slot for slot in by_age if slot not in kept])[0]
         self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
         return slot
 
@@ -105,33 +141,38 @@ class SlotFile:
         start = self._slot_at(slot) + PAGE + EXTRA_BYTES
         return memoryview(self._memory)[start : start + self.payload_bytes]
 
-    def commit(self, slot: int, *, step: int, generation: int, extra: Mapping[str, Any]) -> None:
+    def commit(
+        self, slot: int, *, step: int, generation: int, extra: Mapping[str, Any], is_anchor: bool = False
+    ) -> None:
         """Make the slot a snapshot; the header is complete before it becomes valid."""
         text = json.dumps(extra).encode()
         assert len(text) <= EXTRA_BYTES, f"{len(text)} bytes of small values"
         at = self._slot_at(slot)
         self._memory[at + PAGE : at + PAGE + len(text)] = text
         checksum = xxhash.xxh3_64_intdigest(self.payload(slot))
-        header = _SLOT.pack(0, generation, step, checksum, len(text), xxhash.xxh3_64_intdigest(text))
+        header = _SLOT.pack(0, generation, step, is_anchor, checksum, len(text), xxhash.xxh3_64_intdigest(text))
         self._memory[at : at + _SLOT.size] = header
         self._memory[at : at + 8] = (1).to_bytes(8, "little")
 
     def forget_after(self, step: int) -> None:
         """Snapshots of later steps are of a past that is left behind: they are none from now on."""
-        for slot in range(NUM_SLOTS):
+        for slot in self._slots:
             valid, _, found, *_ = self._header(slot)
             if valid and found > step:
                 self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
 
     def steps(self) -> dict[int, int]:
         """The generation of every step that some slot says it holds; nothing is verified."""
-        headers = (self._header(slot) for slot in range(NUM_SLOTS)) if self.is_prepared else ()
-        return {step: generation for valid, generation, step, *_ in headers if valid}
+        return {step: generation for valid, generation, step, *_ in self._headers if valid}
+
+    def anchors(self) -> tuple[int, ...]:
+        """The anchors among ``steps``."""
+        return tuple(step for valid, _, step, is_anchor, *_ in self._headers if valid and is_anchor)
 
     def read(self, step: int) -> Snapshot:
         """The snapshot of ``step``, verified; its payload is a view. SnapshotError if there is none, or not whole."""
-        for slot in range(NUM_SLOTS) if self.is_prepared else ():
-            valid, generation, found, checksum, extra_bytes, extra_checksum = self._header(slot)
+        for slot in self._slots:
+            valid, generation, found, _, checksum, extra_bytes, extra_checksum = self._header(slot)
             if not valid or found != step:
                 continue
             at = self._slot_at(slot) + PAGE
@@ -149,6 +190,14 @@ class SlotFile:
     @property
     def _head(self) -> tuple[Any, ...]:
         return _FILE.unpack_from(self._memory)
+
+    @property
+    def _slots(self) -> range:
+        return range(self._head[1]) if self.is_prepared else range(0)
+
+    @property
+    def _headers(self) -> list[tuple[int, ...]]:
+        return [self._header(slot) for slot in self._slots]
 
     def _header(self, slot: int) -> tuple[int, ...]:
         return _SLOT.unpack_from(self._memory, self._slot_at(slot))

@@ -262,7 +262,9 @@ def _rebuilding(state: Rebuilding, event: Event) -> Step:
             )
             if state.budget.bears(following.num_again):
                 return _survey_anew(following, (cell,))
-            message = f"{following.num_again} new owners were lost before they could join, the last {cell}: {error.message}"
+            message = (
+                f"{following.num_again} new owners were lost before they could join, the last {cell}: {error.message}"
+            )
             giving_up = CellError(cell="", worker="", kind="raised", message=message)
             return Failed(generation=state.generation, errors=(*_errors(state), giving_up)), ()
         case NoRoom(missing=missing):

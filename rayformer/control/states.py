@@ -80,8 +80,8 @@ class Rebuilding:
     """Every survivor stands still; the ``lost`` cells get new owners for the next generation, which is this one.
 
     ``missing`` are those without one so far. ``held`` is what there is to restore from, None until survey number
-    ``survey`` is answered. ``broke`` are the errors of cells that only lost a peer. ``num_again`` counts new owners that
-    were lost themselves.
+    ``survey`` is answered. ``broke`` are the errors of cells that only lost a peer. ``num_again`` counts new owners
+    that were lost themselves.
     """
 
     generation: int

@@ -13,7 +13,6 @@ from rayformer.config.job import Job
 from rayformer.errors import ConfigError, Problem
 from rayformer.layout import DENSE_AXES, Cell, Layout
 
-MOST_FAULTS = 64  # each has its mark in a page of shared memory
 ANY = "any"
 
 # Where a fault can happen, and what is about to begin there.
@@ -108,9 +107,6 @@ def fault_problems(job: Job) -> Iterator[Problem]:
 
 
 def _problems(section: Sequence[FaultConfig], sizes: Mapping[str, int]) -> Iterator[Problem]:
-    if len(section) > MOST_FAULTS:
-        rule = f"at most {MOST_FAULTS} faults are possible in one run"
-        yield Problem(keys={"faults": f"[{len(section)} entries]"}, rule=rule, fix="share them out over several runs")
     for number, entry in enumerate(section):
         yield from _entry_problems(f"faults[{number}]", entry, sizes)
 

@@ -28,7 +28,7 @@ class FaultyProgress:
         *,
         cell: str,
         used: Callable[[int], int],
-        mark: Callable[[int, int, str], None],
+        mark: Callable[[int, int, Phase], None],
         poison: Callable[[], None],
     ) -> None:
         self._inner, self._used, self._mark, self._poison = inner, used, mark, poison
@@ -38,7 +38,7 @@ class FaultyProgress:
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
         self._inner.at(phase, step, instruction, number)
-        if step != self._step or phase in ("data", "joining", "load"):
+        if step != self._step or phase in ("data", "joining", "load", "setup"):
             self._step, self._happened = step, set()
         for fault in self._own:
             if (

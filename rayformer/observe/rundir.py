@@ -46,6 +46,10 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def marks(self, attempt: int) -> Path:
+        """Where the cells of an attempt mark the faults that befall them."""
+        return self.logs / f"faults-{attempt}"
+
     @property
     def corpus_cache(self) -> Path:
         """Prepared corpora, shared by all runs of the same ``run.dir``."""

@@ -25,7 +25,7 @@ def train_with_snapshots(member, tree, folder, steps):
     with open_cell(member, tree, bucket_elements=SMALL_BUCKETS) as cell:
         path = own_file(folder, member)
         with path.open("wb") as file:
-            file.truncate(slot_bytes(cell))
+            file.truncate(slot_bytes(cell, is_copied=False))
         snapshots, runner, curve = Snapshots(cell, map_memory(path), every=1), StepRunner(cell), []
         for step in range(steps):
             curve += advance(cell, 1, done=step, runner=runner)

@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 
-from rayformer.ckpt.slots import EXTRA_BYTES, NUM_SLOTS, PAGE, IndexEntry, SlotFile, dump_index, holdings_of
+from rayformer.ckpt.slots import EXTRA_BYTES, PAGE, Cadence, IndexEntry, SlotFile, dump_index, holdings_of
 from rayformer.errors import SnapshotError
 from rayformer.shards import Box, plan_transfers
 
@@ -14,17 +14,17 @@ INDEX = [IndexEntry(tensor="w@master", box=BOXES[0], start=0), IndexEntry(tensor
 NUMEL = 8
 
 
-def slot_file(index=INDEX):
-    memory = mmap.mmap(-1, SlotFile.bytes_needed(4 * NUMEL, len(dump_index(index))))
+def slot_file(index=INDEX, num_slots=3):
+    memory = mmap.mmap(-1, SlotFile.bytes_needed(4 * NUMEL, len(dump_index(index)), num_slots))
     file = SlotFile(memory)
-    file.prepare(index, 4 * NUMEL)
+    file.prepare(index, 4 * NUMEL, num_slots, Cadence(every=1))
     return file, memory
 
 
-def take(file, step, *, generation=1, value=None, **extra):
+def take(file, step, *, generation=1, value=None, is_anchor=False, **extra):
     slot = file.begin(step)
     np.frombuffer(file.payload(slot), dtype="<f4")[:] = step if value is None else value
-    file.commit(slot, step=step, generation=generation, extra=extra)
+    file.commit(slot, step=step, generation=generation, extra=extra, is_anchor=is_anchor)
 
 
 def test_the_newest_three_are_kept_and_read_with_their_small_values():
@@ -32,7 +32,7 @@ def test_the_newest_three_are_kept_and_read_with_their_small_values():
     assert file.steps() == {}
     for step in range(1, 6):
         take(file, step, generation=step // 2, samples=8 * step)
-    assert file.steps() == {3: 1, 4: 2, 5: 2} and len(file.steps()) == NUM_SLOTS
+    assert file.steps() == {3: 1, 4: 2, 5: 2}
     for step in (3, 4, 5):
         snapshot = file.read(step)
         assert (snapshot.step, snapshot.generation, snapshot.extra) == (step, step // 2, {"samples": 8 * step})
@@ -47,6 +47,23 @@ def test_a_slot_is_none_while_it_is_written():
         take(file, step)
     file.payload(file.begin(4))[:4] = b"half"
     assert sorted(file.steps()) == [2, 3]
+
+
+def test_the_last_two_anchors_stay_beside_the_last_two_steps():
+    """Between any two writes, what a slow reader copied of an anchor is there until the second one after it."""
+    file, _ = slot_file(num_slots=4)
+    for step in range(1, 40):
+        take(file, step, is_anchor=step % 5 == 0)
+        anchors = [s for s in range(1, step + 1) if s % 5 == 0][-2:]
+        assert sorted(file.anchors())[-2:] == anchors
+        assert {*anchors, *range(max(1, step - 1), step + 1)} <= set(file.steps()) and len(file.steps()) == min(step, 4)
+
+
+def test_a_cadence_says_when():
+    cadence = Cadence(every=3, anchor_every=6)
+    assert [step for step in range(1, 13) if cadence.is_due(step)] == [3, 6, 9, 12]
+    assert [step for step in range(1, 13) if cadence.is_anchor(step)] == [6, 12]
+    assert not Cadence(every=1).is_anchor(6) and not Cadence(every=0).is_due(6)
 
 
 def test_a_step_that_is_done_again_takes_the_place_of_its_first_time():
@@ -70,7 +87,7 @@ def test_a_changed_byte_makes_it_no_snapshot(at):
     file, memory = slot_file()
     take(file, 1, samples=8)
     start = file._slot_at(0)
-    place = {"payload": start + PAGE + EXTRA_BYTES + 5, "small values": start + PAGE + 2, "checksum": start + 24}[at]
+    place = {"payload": start + PAGE + EXTRA_BYTES + 5, "small values": start + PAGE + 2, "checksum": start + 32}[at]
     memory[place] ^= 1
     with pytest.raises(SnapshotError, match="no whole snapshot of step 1"):
         file.read(1)
@@ -80,9 +97,9 @@ def test_another_process_of_the_same_cell_finds_what_the_first_one_left():
     file, memory = slot_file()
     take(file, 1)
     second = SlotFile(memory)
-    second.prepare(INDEX, 4 * NUMEL)
-    assert second.read(1).payload[0] == 1.0
-    second.prepare(INDEX[:1], 4 * NUMEL)  # and one that holds other boxes does not take them for its own
+    second.prepare(INDEX, 4 * NUMEL, 3, Cadence(every=7))
+    assert second.read(1).payload[0] == 1.0 and second.cadence == Cadence(every=1)  # as the first one went by
+    second.prepare(INDEX[:1], 4 * NUMEL, 3, Cadence(every=1))  # one of other boxes does not take them for its own
     assert second.steps() == {}
 
 

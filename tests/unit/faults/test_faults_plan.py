@@ -7,7 +7,7 @@ from rayformer.config.faults import EFFECTS, FaultConfig
 from rayformer.config.job import Job
 from rayformer.config.load import job_from_tree
 from rayformer.errors import ConfigError
-from rayformer.faults.plan import MOST_FAULTS, NAMED_INSTRUCTIONS, Fault, fault_problems, resolve_faults
+from rayformer.faults.plan import NAMED_INSTRUCTIONS, Fault, fault_problems, resolve_faults
 from rayformer.layout import Layout
 
 LAYOUT = Layout(tp=2, pp=2, dp=2)
@@ -123,13 +123,6 @@ def test_a_width_that_is_not_known_yet_is_checked_once_it_is():
     with pytest.raises(ConfigError, match=r"faults\[0\].kill=dp5: layout.dp=2 has no dp5; use dp0 to dp1"):
         resolve_faults(job.faults, LAYOUT)
     assert resolve_faults(job.faults, Layout(dp=6))[0].cell == "pp0.dp5.cp0.tp0"
-
-
-def test_there_are_at_most_as_many_faults_as_marks():
-    entries = [{"kill": "pp1", "step": 7}] * MOST_FAULTS
-    assert len(job_with(*entries).faults) == MOST_FAULTS
-    (told,) = problems_of(*entries, {"kill": "pp1", "step": 7})
-    assert "at most 64" in told
 
 
 def test_one_axis_too_far_is_told_for_each_axis():

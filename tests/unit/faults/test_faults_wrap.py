@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
-from rayformer.cell.progress import PHASES, ProgressWord, read_word
+from rayformer.cell.progress import read_word
 from rayformer.faults import wrap
-from rayformer.faults.marks import MARKS_BYTES, Mark, Marks
-from rayformer.faults.plan import MOST_FAULTS, Fault
+from rayformer.faults.marks import Mark, Marks, read_marks
+from rayformer.faults.plan import Fault
 
 CELL = "pp1.dp0.cp0.tp0"
 # What a cell that runs two microbatches begins in one step: phase, instruction, number.
@@ -183,46 +183,34 @@ def test_the_controllers_faults_do_not_happen_in_a_cell():
 # Marks.
 
 
-def test_marks_count_and_say_where():
-    memory = mmap.mmap(-1, 4096)
-    marks = Marks(memory, 2048, clock=iter((10.5, 11.5, 12.5)).__next__)
-    assert marks.read() == [] and marks.used(0) == 0
+def test_marks_count_and_say_where(tmp_path):
+    marks = Marks(tmp_path / "marks", CELL, clock=iter((10.5, 11.5)).__next__)
+    assert read_marks(tmp_path / "marks") == [] and marks.used(0) == 0
     marks.mark(0, 7, "vote")
-    marks.mark(MOST_FAULTS - 1, 8, "joining")
-    marks.mark(0, 9, "save")
-    assert (marks.used(0), marks.used(1), marks.used(63)) == (2, 0, 1)
-    assert Marks(memory, 2048).read() == [
-        Mark(number=0, count=2, step=9, phase="save", time=12.5),
-        Mark(number=63, count=1, step=8, phase="joining", time=11.5),
+    marks.mark(700, 8, "joining")
+    again = Marks(tmp_path / "marks", CELL, clock=lambda: 9.5)  # who takes over
+    again.mark(0, 9, "save")
+    assert (again.used(0), again.used(1), again.used(700)) == (2, 0, 1)
+    Marks(tmp_path / "marks", "pp0.dp0.cp0.tp0", clock=lambda: 11.0).mark(3, 8, "load")
+    assert read_marks(tmp_path / "marks") == [
+        Mark(number=0, step=9, phase="save", time=9.5),
+        Mark(number=0, step=7, phase="vote", time=10.5),
+        Mark(number=3, step=8, phase="load", time=11.0),
+        Mark(number=700, step=8, phase="joining", time=11.5),
     ]
-
-
-def test_marks_keep_to_their_part_of_the_memory():
-    memory = mmap.mmap(-1, 4096)
-    memory[:] = b"\xff" * 2048 + bytes(2048)
-    marks = Marks(memory, 2048)
-    for number, phase in enumerate(PHASES):
-        marks.mark(MOST_FAULTS - 1 - number, 7, phase)
-    assert memory[:2048] == b"\xff" * 2048
-    assert MARKS_BYTES == 2048
-    assert [mark.phase for mark in marks.read()] == list(reversed(PHASES))
-    for number in (-1, MOST_FAULTS):
-        with pytest.raises(AssertionError, match="no mark"):
-            marks.used(number)
-    with pytest.raises(AssertionError, match="end within"):
-        Marks(memory, 2049)
 
 
 # The real thing, in a process of its own.
 
 CHILD = """
 import mmap, os, sys, threading, time
+from pathlib import Path
 from rayformer.cell.progress import ProgressWord
 from rayformer.faults.marks import Marks
 from rayformer.faults.plan import Fault
 from rayformer.faults.wrap import FaultyProgress
 memory = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 4096)
-marks = Marks(memory, 2048)
+marks = Marks(Path(sys.argv[1]).with_name("marks"), "pp0")
 fault = Fault(number=5, effect=sys.argv[2], cell="pp0", step=3, at="vote", seconds=0.5)
 progress = FaultyProgress(
     ProgressWord(memory), [fault], cell="pp0", used=marks.used, mark=marks.mark, poison=lambda: None
@@ -256,7 +244,7 @@ def child(tmp_path):
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), 4096)
 
-    start.page = page
+    start.page, start.marks = page, tmp_path / "marks"
     return start
 
 
@@ -273,8 +261,8 @@ def test_a_process_suffers_its_fault_and_leaves_its_word_and_mark(child, effect,
     if lives:
         assert out.splitlines()[1] == ("3 same" if effect == "gil" else "3 ticked")
     page = child.page()
-    (mark,) = Marks(page, 2048).read()
-    assert (mark.number, mark.count, mark.step, mark.phase) == (5, 1, 3, "vote")
+    (mark,) = read_marks(child.marks)
+    assert (mark.number, mark.step, mark.phase) == (5, 3, "vote")
     word = read_word(page)
     assert (word.step, word.phase) == ((4, "vote") if lives else (3, "vote"))
     page.close()
@@ -291,21 +279,7 @@ def test_a_frozen_process_stops_where_it_is_and_can_be_woken(child):
         while stat.read().rpartition(b")")[2].split()[0] != b"T":
             stat.seek(0)
     page = child.page()
-    assert [mark.step for mark in Marks(page, 2048).read()] == [3] and read_word(page).phase == "vote"
+    assert [mark.step for mark in read_marks(child.marks)] == [3] and read_word(page).phase == "vote"
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=60)[0].splitlines()[-1].startswith("4")
     page.close()
-
-
-def test_the_word_and_the_marks_lie_apart():
-    memory = mmap.mmap(-1, 4096)
-    progress = wrap.FaultyProgress(
-        ProgressWord(memory),
-        [fault("nan", at="gather", step=1)],
-        cell=CELL,
-        used=Marks(memory, 2048).used,
-        mark=Marks(memory, 2048).mark,
-        poison=lambda: None,
-    )
-    progress.at("gather", 1)
-    assert read_word(memory).phase == "gather" and Marks(memory, 2048).used(0) == 1
