@@ -22,10 +22,11 @@ from ray.exceptions import RayActorError, RayError
 
 from rayformer.actors.assignment import Assignment
 from rayformer.actors.crew import Crew, Hand, live_nodes
-from rayformer.actors.holder import Sight
 from rayformer.actors.incident import Incident
 from rayformer.actors.inflict import Inflictor
 from rayformer.actors.salvage import save_copies
+from rayformer.actors.survey import survey
+from rayformer.actors.watch import LOOK_EVERY_S, Watch
 from rayformer.cell.plan import RunPlan
 from rayformer.control.journal import attempt_entry, entry_of
 from rayformer.control.machine import Machine
@@ -39,7 +40,6 @@ from rayformer.control.messages import (
     CellLost,
     CellPlaced,
     CellReady,
-    CellStalled,
     Command,
     ControllerFailed,
     DeadlinePassed,
@@ -61,9 +61,8 @@ from rayformer.control.messages import (
     WaitOver,
 )
 from rayformer.control.policy import Budget
-from rayformer.control.restore import Held, Holdings, Restore, Source
-from rayformer.control.stall import Seen, Stall, StallJudge
-from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Restoring, Running, Starting, State
+from rayformer.control.restore import Held, Restore, Source
+from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Running, Starting, State
 from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
 from rayformer.faults.plan import resolve_faults
@@ -72,8 +71,6 @@ from rayformer.observe.recorder import Recorder
 
 FIRST_GENERATION = 1
 LINGER_S = 60.0
-LOOK_EVERY_S = 0.2
-SURVEY_S = 5.0
 logger = logging.getLogger("rayformer.controller")
 
 
@@ -100,7 +97,14 @@ class Recovered:
     values: dict[str, Any]
 
 
-Shown = StepReport | CheckpointSaved | Membership | Recovered | RunEnded
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """Something that people should hear of."""
+
+    text: str
+
+
+Shown = StepReport | CheckpointSaved | Membership | Recovered | Noted | RunEnded
 
 
 class Controller:
@@ -124,12 +128,18 @@ class Controller:
         self._told = (0, 0)  # generation and step of the last report
         self._checkpoint = plan.done_steps, plan.start_from
         self._incident: Incident | None = None
-        self._stalled_since: float | None = None
         self._second_holder: dict[str, ActorHandle] = {}
         faults = resolve_faults(job.faults, self._layout)
         marks = plan.files.marks(plan.attempt)
         self._inflictor = Inflictor(faults, self._crew, marks, self._recorder.journal) if faults else None
-        self._judge = StallJudge(None if job.recovery.stall_s == "auto" else job.recovery.stall_s)
+        self._watch = Watch(
+            self._crew,
+            plan.files.logs,
+            stall_s=None if job.recovery.stall_s == "auto" else job.recovery.stall_s,
+            journal=self._recorder.journal,
+            tell=lambda text: self._shown.put_nowait(Noted(text=text)),
+            stalled=self._inbox.put_nowait,
+        )
 
     def __repr__(self) -> str:
         return f"Controller({self._plan.job.run.name})"
@@ -176,6 +186,7 @@ class Controller:
         after = self._machine.state
         self._time_incident(before, after)
         if isinstance(after, Running) and not isinstance(before, Running):
+            self._watch.start_generation()
             self._announce(after)
         if isinstance(after, Finished) and self._incident is not None and self._incident.is_repaired:
             self._recovered(self._incident)  # there was no step left to do
@@ -224,7 +235,7 @@ class Controller:
         if missing is not None:
             self._inbox.put_nowait(PlacementFailed(generation=FIRST_GENERATION, missing=missing))
             return
-        self._spawn(self._watch())
+        self._spawn(self._watch.look_forever(lambda: self._machine.state))
         if self._inflictor is not None:
             self._spawn(self._watch_faults(self._inflictor))
         self._inbox.put_nowait(Placed(generation=FIRST_GENERATION))
@@ -306,25 +317,9 @@ class Controller:
         self._inbox.put_nowait(CellPlaced(generation=generation, cell=cell, worker=hand.name))
 
     async def _survey(self, generation: int, number: int) -> None:
-        """What the holders have: a cell's own slots are those on the node of its owner, whoever that is now."""
-        own: dict[str, tuple[int, ...]] = {}
-        second: dict[str, tuple[int, ...]] = {}
-        self._second_holder = {}
-        for node, holder in list(self._crew.holders.items()):
-            answer = await _answer(holder.survey.remote(), SURVEY_S)
-            if answer is _NO_ANSWER:
-                continue
-            slots, copies = answer
-            for cell in slots:
-                if self._crew.owners[cell].node == node:
-                    own[cell] = slots[cell]
-                elif slots[cell]:
-                    second[cell], self._second_holder[cell] = slots[cell], holder
-            for cell, steps in copies.items():
-                if steps and max(steps) >= max(second.get(cell, (-1,))):
-                    second[cell], self._second_holder[cell] = steps, holder
-        cells = {cell: Holdings(holder=own.get(cell, ()), second_holder=second.get(cell, ())) for cell in self._names}
-        held = Held(cells=cells, checkpoint=self._checkpoint[0])
+        found = await survey(self._crew, self._names)
+        self._second_holder = found.second_holder
+        held = Held(cells=found.holdings, checkpoint=self._checkpoint[0])
         self._inbox.put_nowait(Surveyed(generation=generation, number=number, held=held))
 
     async def _save_held(self, generation: int, restore: Restore) -> None:
@@ -350,70 +345,10 @@ class Controller:
             return self._second_holder[cell]
         return self._crew.holders[self._crew.owners[cell].node]
 
-    async def _watch(self) -> None:
-        """Look at every cell from outside, again and again, and replace what stalls."""
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            state = self._machine.state
-            match state:
-                case Running():
-                    awaited = state.members.keys() - state.done.keys()
-                case Starting() | Restoring():
-                    awaited = set(state.cells) - state.members.keys()
-                case Draining():
-                    awaited = state.pending
-                case _:
-                    continue
-            seen: dict[str, Seen] = {}
-            for holder in list(self._crew.holders.values()):
-                sights = await _answer(holder.look.remote(), LOOK_EVERY_S * 5)
-                if sights is not _NO_ANSWER:
-                    seen.update({cell: _seen(sight) for cell, sight in sights.items() if cell in awaited})
-            if isinstance(state, Draining):  # who works there has its own deadline
-                seen = {cell: sight for cell, sight in seen.items() if sight.is_stopped}
-            silent: frozenset[str] = frozenset()
-            if self._judge.is_suspicious(seen):
-                silent = await self._silent()
-            stall = self._judge.judge(seen, silent=silent)
-            if stall is not None and self._machine.state is state:
-                await self._tell_stall(stall, state.generation)
-
     async def _watch_faults(self, inflictor: Inflictor) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             inflictor.prove(self._generation)
-
-    async def _silent(self) -> frozenset[str]:
-        """The cells that don't answer within a second."""
-
-        async def is_silent(hand: Hand) -> bool:
-            return await _answer(hand.actor.ping.remote(), 1.0) is _NO_ANSWER
-
-        owners = dict(self._crew.owners)
-        silent = await asyncio.gather(*map(is_silent, owners.values()))
-        return frozenset(cell for cell, mute in zip(owners, silent) if mute)
-
-    async def _tell_stall(self, stall: Stall, generation: int) -> None:
-        """Write what is known of a stall before anything is killed, with the stacks of those that can still answer."""
-        values = {
-            "cell": stall.cell,
-            "instruction": stall.seen.instruction or stall.seen.phase,
-            "microbatch": stall.seen.number,
-            "step": stall.seen.step,
-            "waiters": stall.waiters,
-            "reason": stall.reason,
-        }
-        self._recorder.journal(JournalEntry(kind="stall", generation=generation, values=values))
-        hand = self._crew.owners[stall.cell]
-        if "stopped" not in stall.reason:
-            for cell in (stall.cell, *stall.waiters):
-                text = await _answer(self._crew.owners[cell].actor.stacks.remote(), 1.0)
-                if text is not _NO_ANSWER:
-                    path = self._plan.files.logs / f"stall-g{generation}-{cell}.txt"
-                    await asyncio.to_thread(path.write_text, text)
-        self._stalled_since = time.time() - stall.seen.age_s
-        error = CellError(cell=stall.cell, worker=hand.name, kind="silent", message=stall.message)
-        self._inbox.put_nowait(CellStalled(generation=generation, error=error))
 
     async def _after(self, seconds: float, event: Event) -> None:
         await asyncio.sleep(seconds)
@@ -430,7 +365,7 @@ class Controller:
             if event.generation > self._told[0]:  # its first step: now there is time for what is needed next
                 self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
             self._told = event.generation, event.step
-            self._judge.note_step(event.step_s)
+            self._watch.note_step(event.step_s)
         if isinstance(event, CheckpointSaved):
             self._checkpoint = event.step, Path(event.path)
         self._recorder.take(event)
@@ -444,8 +379,8 @@ class Controller:
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
         if isinstance(after, Draining) and self._incident is None:
-            self._incident = Incident(started=now, told=self._told[1], happened=self._stalled_since)
-            self._stalled_since = None
+            self._incident = Incident(started=now, told=self._told[1], happened=self._watch.stalled_since)
+            self._watch.stalled_since = None
         if self._incident is not None:
             self._incident.enter(after, now)
 
@@ -546,30 +481,6 @@ def _cell_error(cell: str, hand: Hand, error: Exception) -> CellError:
     cause = getattr(error, "cause", None) or error
     final = isinstance(cause, RayformerError) and not isinstance(cause, SnapshotError)  # it would only come again
     return CellError(cell=cell, worker=hand.name, kind="raised", message=_shown_error(cause), final=final)
-
-
-_NO_ANSWER = object()
-
-
-async def _answer(reference: Any, seconds: float) -> Any:
-    """The result of a call, or ``_NO_ANSWER`` if it failed or took longer."""
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), seconds)
-    except (RayError, TimeoutError):
-        return _NO_ANSWER
-
-
-def _seen(sight: Sight) -> Seen:
-    word = sight.word
-    return Seen(
-        step=word.step,
-        phase=word.phase,
-        instruction=word.instruction,
-        number=word.number,
-        count=word.count,
-        age_s=sight.age_s,
-        is_stopped=sight.is_stopped,
-    )
 
 
 def _shown_error(error: BaseException) -> str:

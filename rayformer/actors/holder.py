@@ -20,8 +20,9 @@ import numpy.typing as npt
 import psutil
 import ray
 
-from rayformer.cell.progress import Word, read_word
+from rayformer.cell.progress import Word, read_word, read_worked
 from rayformer.ckpt.slots import NUM_ANCHORS, SlotFile, Snapshot
+from rayformer.control.straggle import Worked
 from rayformer.errors import RunError, SnapshotError
 
 PULL_EVERY_S = 0.1
@@ -45,9 +46,10 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What is seen of a cell from outside: its word, how old that is, whether its process is stopped."""
+    """What is seen of a cell from outside: its word, how old that is, its last step, whether its process is stopped."""
 
     word: Word
+    worked: Worked
     age_s: float
     is_stopped: bool
 
@@ -120,7 +122,8 @@ class Holder:
                 word = read_word(memory)
                 if word.count:
                     stopped = _is_stopped(self._pids[cell])
-                    seen[cell] = Sight(word=word, age_s=now - word.time, is_stopped=stopped)
+                    worked = read_worked(memory)
+                    seen[cell] = Sight(word=word, worked=worked, age_s=now - word.time, is_stopped=stopped)
         return seen
 
     @ray.method(concurrency_group="tether")

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayformer.actors.controller import Controller, Membership, Recovered, RunEnded, death_of
+from rayformer.actors.controller import Controller, Membership, Noted, Recovered, RunEnded, death_of
 from rayformer.cell.plan import (
     EXIT_ABORTED,
     EXIT_FINISHED,
@@ -195,6 +195,8 @@ def _follow(controller: ActorHandle, display: Display, total_steps: int) -> RunE
                     display.saved(saved)
                 case Recovered(values=values):
                     display.note(_recovery(values))
+                case Noted(text=text):
+                    display.note(text)
                 case RunEnded() as ended:
                     return ended
         ray.get(running)

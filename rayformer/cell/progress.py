@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from rayformer.ckpt.slots import PROGRESS_AT
+from rayformer.ckpt.slots import PROGRESS_AT, WORKED_AT
+from rayformer.control.straggle import Worked
 
 Phase = Literal[
     "setup", "load", "data", "forward", "backward", "reduce", "vote", "update", "gather", "snapshot", "eval", "save",
@@ -25,10 +26,15 @@ INSTRUCTIONS = (
 _WORD = struct.Struct("<qqqqqd")  # count of words, step, phase, instruction, its microbatch or bucket, monotonic time
 
 
+_WORKED = struct.Struct("<qd")  # step, seconds
+
+
 class Progress(Protocol):
-    """Is told what the cell begins, and when its memory is another."""
+    """Is told what the cell begins, how long it computed in a step, and when its memory is another."""
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None: ...
+
+    def worked(self, step: int, seconds: float) -> None: ...
 
     def move(self, memory: mmap.mmap) -> None: ...
 
@@ -37,6 +43,9 @@ class NoProgress:
     """For cells that nobody watches."""
 
     def at(self, phase: Phase, step: int, instruction: str = "", number: int = -1) -> None:
+        pass
+
+    def worked(self, step: int, seconds: float) -> None:
         pass
 
     def move(self, memory: mmap.mmap) -> None:
@@ -73,6 +82,10 @@ class ProgressWord:
             time.monotonic(),
         )  # fmt: skip
 
+    def worked(self, step: int, seconds: float) -> None:
+        """``step`` is done, and this cell has computed so long in it, without what it waited."""
+        _WORKED.pack_into(self._memory, WORKED_AT, step, seconds)
+
 
 def read_word(memory: mmap.mmap) -> Word:
     """The word in the head of ``memory``."""
@@ -80,3 +93,9 @@ def read_word(memory: mmap.mmap) -> Word:
     return Word(
         count=count, step=step, phase=PHASES[phase], instruction=INSTRUCTIONS[instruction], number=number, time=at
     )
+
+
+def read_worked(memory: mmap.mmap) -> Worked:
+    """The last step that the cell has done, and for how long it computed."""
+    step, seconds = _WORKED.unpack_from(memory, WORKED_AT)
+    return Worked(step=step, seconds=seconds)

@@ -128,6 +128,7 @@ class StepRunner:
             with self._timed("optimizer"):
                 self._progress.at("gather", self._step)
                 optimizer.start_gather()
+        self._progress.worked(self._step, sum(self.phase_s.values()) - self.phase_s["communication"])
 
     def snapshot(self, snapshots: Snapshots) -> None:
         """Copy the state as it is now out of this process."""

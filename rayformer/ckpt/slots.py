@@ -33,7 +33,7 @@ _MAGIC = b"rfslots1"
 _FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
 _CADENCE = struct.Struct("<QQ")  # steps between snapshots, and between anchors
 _SLOT = struct.Struct("<QQQQQQQ")  # valid, generation, step, anchor, xxh3 of payload, bytes of small values, their xxh3
-CADENCE_AT, PROGRESS_AT = 512, 1024  # in the first page
+CADENCE_AT, PROGRESS_AT, WORKED_AT = 512, 1024, 2048  # in the first page
 
 
 @dataclass(frozen=True, kw_only=True)

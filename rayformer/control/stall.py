@@ -59,15 +59,28 @@ class Stall:
 
 
 class StallJudge:
-    """Looks at all cells again and again. ``stall_s`` is the deadline, None to follow the steps that were seen."""
+    """Looks at all cells again and again. ``stall_s`` is the deadline, None to follow the steps that were seen.
+
+    The first step of a generation may take as long as what follows no step: a new process compiles in it.
+    """
 
     def __init__(self, stall_s: float | None) -> None:
         self._stall_s = stall_s
         self._step_s: deque[float] = deque(maxlen=1000)
+        self._longest_first_s = 0.0
+        self._is_first = True
+
+    def start_generation(self) -> None:
+        """The next step is the first one of its generation."""
+        self._is_first = True
 
     def note_step(self, step_s: float) -> None:
         """A step took so long."""
-        self._step_s.append(step_s)
+        if self._is_first:
+            self._longest_first_s = max(self._longest_first_s, step_s)
+            self._is_first = False
+        else:
+            self._step_s.append(step_s)
 
     @property
     def deadline_s(self) -> float:
@@ -101,8 +114,8 @@ class StallJudge:
         return bool(cells) and all(seen.age_s > self._limit(seen) / 2 for seen in cells.values())
 
     def _limit(self, seen: Seen) -> float:
-        if seen.phase in LONG_PHASES:
-            return max(LONG_S, LONG_FACTOR * self.deadline_s)
+        if self._is_first or seen.phase in LONG_PHASES:
+            return max(LONG_S, LONG_FACTOR * self.deadline_s, STEPS * self._longest_first_s)
         return self.deadline_s
 
     def _stall(self, cell: str, cells: Mapping[str, Seen], reason: str) -> Stall:

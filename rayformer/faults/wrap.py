@@ -51,6 +51,9 @@ class FaultyProgress:
                 self._mark(fault.number, step, phase)
                 carry_out(fault, step, self._poison)
 
+    def worked(self, step: int, seconds: float) -> None:
+        self._inner.worked(step, seconds)
+
     def move(self, memory: mmap.mmap) -> None:
         self._inner.move(memory)
 

@@ -96,8 +96,8 @@ class Executor:
         num_segments = len(self._stage.segments)
         self._channel.begin(program)
         for instruction in program:
-            self._begin(instruction)
             started, waited = time.perf_counter(), self._waited_s()
+            self._begin(instruction)
             match instruction:
                 case Forward(microbatch=v, part=part):
                     first, stop = part or (0, num_segments)

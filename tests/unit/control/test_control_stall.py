@@ -4,6 +4,8 @@ import pytest
 
 from rayformer.control.stall import LEAST_S, LONG_S, STEPS, Seen, StallJudge
 
+FIRST_S = 0.3  # the first step of a generation
+
 
 def seen(phase="forward", instruction="Forward", *, age_s, step=7, number=3, count=100, is_stopped=False):
     return Seen(
@@ -13,7 +15,7 @@ def seen(phase="forward", instruction="Forward", *, age_s, step=7, number=3, cou
 
 def judge(stall_s=None, steps=(0.1,)):
     found = StallJudge(stall_s)
-    for step_s in steps:
+    for step_s in (FIRST_S, *steps):
         found.note_step(step_s)
     return found
 
@@ -70,6 +72,18 @@ def test_what_follows_no_step_may_take_longer(phase):  # B87
     assert short.judge({"a": seen(phase, "", age_s=15.0)}) is None
     assert short.judge({"a": seen(age_s=15.0)}).cell == "a"
     assert short.judge({"a": seen(phase, "", age_s=LONG_S + 1)}).cell == "a"
+
+
+def test_the_first_step_of_a_generation_may_compile():  # B87
+    first = judge(5.0)
+    first.start_generation()
+    assert first.judge({"a": seen(age_s=15.0)}) is None
+    assert first.judge({"a": seen(age_s=LONG_S + 1)}).cell == "a"
+    first.note_step(20.0)  # so the next one may be as slow
+    assert first.judge({"a": seen(age_s=15.0)}).cell == "a" and first.deadline_s == 5.0
+    first.start_generation()
+    assert first.judge({"a": seen(age_s=LONG_S + 1)}) is None
+    assert first.judge({"a": seen(age_s=20.0 * STEPS + 1)}).cell == "a"
 
 
 def test_cells_are_asked_before_they_are_blamed():
