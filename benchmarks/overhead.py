@@ -27,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from rayformer.config.load import load_job
 from rayformer.observe.metrics import read_metrics
 
 JOB = """
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--no-dashboard", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        runs = {kind: Run(kind, Path(folder), options) for kind in ("ray", "torchrun")}
+        runs = {kind: Run(kind, job(kind, Path(folder), options), kind) for kind in ("ray", "torchrun")}
         try:
             for run in runs.values():
                 run.wait_for_steps(10)
@@ -79,20 +80,18 @@ def main() -> None:
 
 
 class Run:
-    """One of the two runs, as a tree of processes."""
+    """One run of a job called ``name``, under Ray or torchrun, as a tree of processes."""
 
-    def __init__(self, kind: str, folder: Path, options: argparse.Namespace) -> None:
-        job = folder / f"{kind}.yaml"
-        dashboard = str(not options.no_dashboard).lower()
-        job.write_text(JOB.format(name=kind, dir=folder / "runs", steps=100000, dashboard=dashboard))
-        self._metrics = folder / "runs" / kind / "metrics.jsonl"
-        launcher = {
+    def __init__(self, name: str, job: Path, launcher: str) -> None:
+        self._metrics = job.parent / "runs" / name / "metrics.jsonl"
+        num_cells = str(load_job(job).layout.degrees.world)
+        command = {
             "ray": ["rayformer.cli.main", "train"],
-            "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "-m", "rayformer.cell"],
-        }[kind]
+            "torchrun": ["torch.distributed.run", "--nproc-per-node", num_cells, "-m", "rayformer.cell"],
+        }[launcher]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
         self._process = psutil.Popen(
-            [sys.executable, "-m", *launcher, str(job)],
+            [sys.executable, "-m", *command, str(job)],
             env=environ,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -114,6 +113,13 @@ class Run:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         self._process.wait()
+
+
+def job(kind: str, folder: Path, options: argparse.Namespace) -> Path:
+    path = folder / f"{kind}.yaml"
+    dashboard = str(not options.no_dashboard).lower()
+    path.write_text(JOB.format(name=kind, dir=folder / "runs", steps=100000, dashboard=dashboard))
+    return path
 
 
 def write(ratio: float, rows: list[dict[str, object]], options: argparse.Namespace) -> None:

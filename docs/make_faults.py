@@ -34,7 +34,8 @@ where in the step. It is the section `faults` of a job, or a file of its own:
 A fault happens once, after its mark was written where it outlives the process, so that whoever takes over does not
 repeat it. With `times: 3` it happens again when the step is done again. `slow` and `nan` last: with `times: 3` they
 happen in that step and the two after it. A place that is not part of every step, such as save, counts when it comes by
-for the first time from the step on; joining, load, setup and idle lie before the step that begins next.
+for the first time from the step on; joining, load, setup and idle lie before the step that begins next. Of two entries
+for the same cell, step and place both happen: with `kill_holder` and `kill` it is lost together with its snapshots.
 """
 
 CHAOS = """\

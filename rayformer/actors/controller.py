@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayformer.actors.assignment import Assignment
 from rayformer.actors.crew import Crew, Hand, live_nodes
@@ -415,7 +415,7 @@ class Controller:
         if self._crew.owners[cell] is not hand:
             return
         failure = _cell_error(cell, hand, error)
-        if isinstance(error, RayActorError):
+        if _is_death(error):
             self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
         else:
             self._inbox.put_nowait(CellFailed(generation=generation, error=failure))
@@ -472,9 +472,15 @@ class Controller:
             self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=_shown_error(error)))
 
 
+def _is_death(error: Exception) -> bool:
+    """Whether the process is gone. An error that it raised may be of the same type: of another actor's death."""
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
 def _cell_error(cell: str, hand: Hand, error: Exception) -> CellError:
     """What an exception from an actor call means for its cell."""
-    if isinstance(error, RayActorError):
+    if _is_death(error):
+        assert isinstance(error, RayActorError)
         is_node = error.preempted or (hand.node != "" and hand.node not in live_nodes())
         kind: Literal["node", "died"] = "node" if is_node else "died"
         return CellError(cell=cell, worker=hand.name, kind=kind, message=death_of(error))

@@ -99,7 +99,6 @@ class Crew:
         if self.holders.get(node) is not holder:
             return
         del self.holders[node]
-        await asyncio.sleep(RETRY_S)
         if node not in live_nodes():
             return
         logger.warning("the holder of node %s died; its cells take their snapshots to a new one", node)

@@ -45,6 +45,18 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a cell's memory is: a file of the holder's process."""
+
+    pid: int
+    descriptor: int
+
+    @property
+    def path(self) -> Path:
+        return Path(f"/proc/{self.pid}/fd/{self.descriptor}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sight:
     """What is seen of a cell from outside: its word, how old that is, its last step, whether its process is stopped."""
 
@@ -64,8 +76,8 @@ class Holder:
         self._pids: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def reserve(self, cell: str, num_bytes: int, pid: int) -> str:
-        """The path of ``cell``'s memory, at least ``num_bytes`` long; what is in it from before stays.
+    def reserve(self, cell: str, num_bytes: int, pid: int) -> Place:
+        """Where ``cell``'s memory is, at least ``num_bytes`` long; what is in it from before stays.
 
         Raises RunError if the node has not that much memory left, beside what others were promised.
         """
@@ -78,7 +90,7 @@ class Holder:
                 descriptor = os.memfd_create(f"rayformer {cell}")
                 os.ftruncate(descriptor, num_bytes)
                 self._memory[cell] = descriptor, mmap.mmap(descriptor, num_bytes)
-            return f"/proc/{os.getpid()}/fd/{self._memory[cell][0]}"
+            return Place(pid=os.getpid(), descriptor=self._memory[cell][0])
 
     def forget_after(self, step: int) -> None:
         """Copies of later steps are of a past that is left behind. Cells forget their own slots themselves."""

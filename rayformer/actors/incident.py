@@ -59,6 +59,7 @@ class Incident:
             "cells": [cell for cell in restoring.cells if cell in self.lost],
             "cause": first_cause(tuple(self.lost.values())).message if self.lost else "a lost connection",
             "source": restoring.restore.source,
+            **({"why": restoring.restore.why} if restoring.restore.why else {}),
             "step": restoring.restore.step,
             "steps_redone": max(0, self.told - restoring.restore.step),
             "detect_s": None if self.happened is None else max(0.0, self.noticed - self.happened),

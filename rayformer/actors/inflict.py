@@ -53,8 +53,6 @@ class Inflictor:
                 if standby is None:
                     return False
                 ray.kill(standby.actor)
-            case "kill_holder":
-                ray.kill(self._crew.holders[node])
             case "drop_node":
                 if node == ray.get_runtime_context().get_node_id():
                     logger.warning("fault %d would drop the controller's own node, and is left out", fault.number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -56,6 +57,7 @@ class Worker:
         self._memory: mmap.mmap | None = None
         self._snapshots: Snapshots | None = None
         self._progress: Progress = NoProgress()
+        self._holder_pid = 0
         self._is_copied = False  # by a holder of another node
         self._outbox: list[CellEvent] = []
         self._stop_asked = threading.Event()
@@ -292,7 +294,12 @@ class Worker:
         """Memory for the snapshots of ``cell``, and at least for its progress word."""
         takes_none = cell.job.recovery.snapshot_every == 0
         num_bytes = PAGE if takes_none else slot_bytes(cell, is_copied=self._is_copied)
-        return map_memory(Path(ray.get(holder.reserve.remote(str(cell.groups.cell), num_bytes, os.getpid()))))
+        place = ray.get(holder.reserve.remote(str(cell.groups.cell), num_bytes, os.getpid()))
+        self._holder_pid = place.pid
+        return map_memory(place.path)
+
+    def _kill_holder(self) -> None:
+        os.kill(self._holder_pid, signal.SIGKILL)
 
     def _faulty(self, cell: Cell, assignment: Assignment, word: ProgressWord) -> Progress:
         """``word``, or a decorator of it if faults shall happen to this cell."""
@@ -301,7 +308,15 @@ class Worker:
         if not any(fault.cell == name for fault in faults):
             return word
         marks = Marks(assignment.plan.files.marks(assignment.plan.attempt), name)
-        return FaultyProgress(word, faults, cell=name, used=marks.used, mark=marks.mark, poison=partial(_poison, cell))
+        return FaultyProgress(
+            word,
+            faults,
+            cell=name,
+            used=marks.used,
+            mark=marks.mark,
+            poison=partial(_poison, cell),
+            kill_holder=self._kill_holder,
+        )
 
     def _unsent(self) -> dict[str, Any]:
         return {"unsent": [plain(event) for event in self._outbox if isinstance(event, StepReport)]}

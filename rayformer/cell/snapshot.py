@@ -71,11 +71,20 @@ class Snapshots:
         first = 1 if every == "auto" else every
         self._first = Cadence(every=first, anchor_every=first if is_copied else 0)
         self.seconds = 0.0
-        self.rehouse(memory)
+        self._use(memory)
 
     def rehouse(self, memory: mmap.mmap) -> None:
-        """Take the next snapshots into ``memory``; what the process before this one agreed on stands there."""
-        self.file = SlotFile(memory)
+        """Take the next snapshots into other memory, with all that there is so far.
+
+        Another thread may be taking one: half of it is copied, and its checksum says so.
+        """
+        new, old = (torch.frombuffer(m, dtype=torch.uint8) for m in (memory, self._memory))
+        new[: len(old)].copy_(old)
+        self._use(memory)
+
+    def _use(self, memory: mmap.mmap) -> None:
+        """What the process before this one left there stays, and when it took snapshots."""
+        self._memory, self.file = memory, SlotFile(memory)
         self.file.prepare(slot_index(self._cell), _payload_bytes(self._cell), _num_slots(self._is_copied), self._first)
         self.cadence = self.file.cadence
 

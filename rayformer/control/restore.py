@@ -16,10 +16,14 @@ SOURCES: tuple[Source, ...] = ("live", "holder", "second_holder", "checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Go on after ``step``; ``sources`` says for every cell where its state of that step comes from."""
+    """Go on after ``step``; ``sources`` says for every cell where its state of that step comes from.
+
+    ``why`` tells what is missing if that is the checkpoint.
+    """
 
     step: int
     sources: Mapping[str, Source]
+    why: str = ""
 
     @property
     def source(self) -> Source:
@@ -65,10 +69,24 @@ def choose_restore(held: Held) -> Restore:
     common = frozenset.intersection(*(holdings.steps for holdings in held.cells.values()))
     newest = max(common, default=-1)
     if newest < held.checkpoint:
-        return Restore(step=held.checkpoint, sources=dict.fromkeys(held.cells, "checkpoint"))
+        return Restore(step=held.checkpoint, sources=dict.fromkeys(held.cells, "checkpoint"), why=_why(held))
     sources: dict[str, Source] = {}
     for cell, holdings in held.cells.items():
         source = holdings.source_of(newest)
         assert source is not None
         sources[cell] = source
     return Restore(step=newest, sources=sources)
+
+
+def _why(held: Held) -> str:
+    """What keeps the cells from going on after a step that the checkpoint, or the beginning, does not have."""
+    empty = [cell for cell, holdings in held.cells.items() if not holdings.steps]
+    if empty:
+        return f"no memory of {', '.join(empty)} is left"
+    newest = {cell: max(holdings.steps) for cell, holdings in held.cells.items()}
+    oldest = {cell: min(holdings.steps) for cell, holdings in held.cells.items()}
+    behind, ahead = min(newest, key=newest.__getitem__), max(oldest, key=oldest.__getitem__)
+    return (
+        f"no step later than {held.checkpoint} is held of every cell: of {behind} none after {newest[behind]},"
+        f" of {ahead} none before {oldest[ahead]}"
+    )

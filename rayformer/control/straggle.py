@@ -14,7 +14,7 @@ from rayformer.layout import Cell
 
 SLOW = 2.0  # times the compute time of its peers
 RECOVERED = 1.5
-SAMPLES = 8  # steps, of which the median counts
+SAMPLES = 16  # steps, of which the median counts
 
 
 @dataclass(frozen=True, kw_only=True)

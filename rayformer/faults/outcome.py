@@ -14,7 +14,8 @@ from rayformer.observe.metrics import read_metrics
 from rayformer.observe.rundir import RunDir
 
 INCIDENT_KEYS = (
-    "cells", "cause", "source", "detect_s", "drain_s", "form_s", "restore_s", "first_step_s", "total_s", "steps_redone",
+    "cells", "cause", "source", "why", "detect_s", "drain_s", "form_s", "restore_s", "first_step_s", "total_s",
+    "steps_redone",
 )  # fmt: skip
 COMPARED = ("loss", "grad_norm")
 

@@ -37,7 +37,7 @@ NOT_IN_EVERY_STEP: frozenset[Phase] = frozenset({*BETWEEN_STEPS, "snapshot", "ev
 NAMED_INSTRUCTIONS = tuple(filter(None, INSTRUCTIONS))
 OF_MICROBATCHES = ("forward", "backward", "Forward", "Backward", "SendAct", "RecvAct", "SendGrad", "RecvGrad")
 
-CONTROLLER_EFFECTS: tuple[Effect, ...] = ("drop_node", "kill_standby", "kill_holder")
+CONTROLLER_EFFECTS: tuple[Effect, ...] = ("drop_node", "kill_standby")
 LASTING_EFFECTS: tuple[Effect, ...] = ("slow", "nan")
 SECONDS: Mapping[Effect, float] = {"gil": 600.0, "slow": 1.0}  # those that take some, and how many unless told
 _DRAWN_PLACES = ("data", "forward", "backward", "reduce", "vote", "update", "gather", "snapshot")

@@ -18,7 +18,7 @@ class FaultyProgress:
 
     ``used`` says how often a fault has happened in the whole run. Before it happens, ``mark`` is told of its number,
     step and phase: that must be durable. A fault happens at most once in each execution of a step. ``poison`` makes a
-    gradient NaN.
+    gradient NaN, ``kill_holder`` kills the process that owns the memory of the cell's snapshots.
     """
 
     def __init__(
@@ -30,9 +30,12 @@ class FaultyProgress:
         used: Callable[[int], int],
         mark: Callable[[int, int, Phase], None],
         poison: Callable[[], None],
+        kill_holder: Callable[[], None],
     ) -> None:
-        self._inner, self._used, self._mark, self._poison = inner, used, mark, poison
-        self._own = [fault for fault in faults if fault.cell == cell and fault.effect not in CONTROLLER_EFFECTS]
+        self._inner, self._used, self._mark = inner, used, mark
+        self._poison, self._kill_holder = poison, kill_holder
+        own = [fault for fault in faults if fault.cell == cell and fault.effect not in CONTROLLER_EFFECTS]
+        self._own = sorted(own, key=lambda fault: fault.effect != "kill_holder")  # before the cell itself is killed
         self._step = -1
         self._happened: set[int] = set()  # in this execution of the step
 
@@ -49,7 +52,7 @@ class FaultyProgress:
             ):
                 self._happened.add(fault.number)
                 self._mark(fault.number, step, phase)
-                carry_out(fault, step, self._poison)
+                carry_out(fault, step, poison=self._poison, kill_holder=self._kill_holder)
 
     def worked(self, step: int, seconds: float) -> None:
         self._inner.worked(step, seconds)
@@ -58,7 +61,7 @@ class FaultyProgress:
         self._inner.move(memory)
 
 
-def carry_out(fault: Fault, step: int, poison: Callable[[], None]) -> None:
+def carry_out(fault: Fault, step: int, *, poison: Callable[[], None], kill_holder: Callable[[], None]) -> None:
     """Let ``fault`` happen to this process."""
     match fault.effect:
         case "kill":
@@ -75,6 +78,8 @@ def carry_out(fault: Fault, step: int, poison: Callable[[], None]) -> None:
             time.sleep(_seconds(fault))
         case "nan":
             poison()
+        case "kill_holder":
+            kill_holder()
         case _:
             raise AssertionError(f"{fault.effect} does not happen in a cell: {fault}")
 

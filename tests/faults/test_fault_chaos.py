@@ -7,12 +7,17 @@ import yaml
 from rayjobs import write_job
 
 PLAN = [
-    {"kill_holder": "pp0.dp0", "step": 8},  # with it goes the proof of what happens right behind it
+    {"kill_holder": "pp0.dp0", "step": 8},  # the cells go on, and take their snapshots elsewhere
     {"raise": "pp0.dp1", "step": 130, "at": "forward"},
     {"kill": "pp1.dp0", "step": 180, "at": "snapshot"},
     {"nan": "pp1.dp1", "step": 200, "at": "backward"},
     {"freeze": "pp0.dp0", "step": 220, "at": "gather"},
+    {"kill": "pp0.dp0", "step": 245, "at": "backward"},
+    {"kill": "pp1.dp1", "step": 245, "at": "backward"},
+    {"kill_holder": "pp1.dp0", "step": 255, "at": "vote"},
+    {"kill": "pp1.dp0", "step": 255, "at": "vote"},
 ]
+CELL = "pp{}.dp{}.cp0.tp0"
 
 
 @pytest.mark.timeout(290)
@@ -29,4 +34,11 @@ def test_a_plan_of_faults_is_proven_and_the_bits_are_those_of_the_calm_run(stand
     assert "equal: the final state, and every step's loss and grad_norm" in chaos.output
     assert len(told["faults"]) == len(PLAN) and all(fault["lines"] for fault in told["faults"]), told["faults"]
     cells = [incident["cells"] for incident in told["incidents"]]
-    assert cells == [["pp0.dp1.cp0.tp0"], ["pp1.dp0.cp0.tp0"], ["pp0.dp0.cp0.tp0"]]
+    assert cells == [[CELL.format(*at)] for at in ((0, 1), (1, 0), (0, 0))] + [
+        [CELL.format(0, 0), CELL.format(1, 1)],
+        [CELL.format(1, 0)],
+    ]
+    sources = [incident["source"] for incident in told["incidents"]]
+    assert sources == ["holder"] * 4 + ["checkpoint"]  # a cell that is lost with its holder is lost with its snapshots
+    why = [incident["why"] for incident in told["incidents"]]
+    assert why == [None] * 4 + [f"no memory of {CELL.format(1, 0)} is left"]

@@ -44,8 +44,11 @@ def test_a_lost_node_comes_from_the_copies_even_if_they_are_a_step_behind():
 @pytest.mark.parametrize("gone", [Holdings(), Holdings(holder=(2, 3))], ids=["nothing", "only older"])
 def test_all_come_from_the_checkpoint_if_one_has_nothing_newer(gone):
     restore = choose_restore(held(4, a=Holdings(live=7, holder=(4, 7)), b=gone))
-    assert restore == Restore(step=4, sources={"a": "checkpoint", "b": "checkpoint"})
+    assert restore == Restore(step=4, sources={"a": "checkpoint", "b": "checkpoint"}, why=restore.why)
     assert restore.source == "checkpoint"
+    later = "no step later than 4 is held of every cell: of b none after 3, of a none before 4"
+    told = later if gone.steps else "no memory of b is left"
+    assert restore.why.startswith(told)
 
 
 def test_without_a_checkpoint_all_begin_anew_if_nothing_is_common():

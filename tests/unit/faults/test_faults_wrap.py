@@ -46,9 +46,15 @@ class Scene:
     def start(self):
         """A process takes the cell."""
         self.progress = wrap.FaultyProgress(
-            self, self.faults, cell=CELL, used=lambda n: self.used.get(n, 0), mark=self.mark, poison=lambda: None
+            self,
+            self.faults,
+            cell=CELL,
+            used=lambda n: self.used.get(n, 0),
+            mark=self.mark,
+            poison=lambda: None,
+            kill_holder=lambda: None,
         )
-        self.monkeypatch.setattr(wrap, "carry_out", lambda fault, step, poison: self.happen(fault, step))
+        self.monkeypatch.setattr(wrap, "carry_out", lambda fault, step, **_: self.happen(fault, step))
 
     def at(self, phase, step, instruction="", number=-1):
         self.words.append((phase, step, instruction, number))
@@ -67,13 +73,17 @@ class Scene:
             self.progress.at(phase, step, instruction, number)
 
 
+def carry_out(fault, step=7, poison=None, kill_holder=None):
+    wrap.carry_out(fault, step, poison=poison, kill_holder=kill_holder)
+
+
 @pytest.fixture
 def scene(monkeypatch):
     return lambda *faults: Scene(monkeypatch, *faults)
 
 
 def test_without_a_fault_of_its_own_a_cell_only_tells_its_words(scene):
-    life = scene(fault(cell="pp0.dp0.cp0.tp0"), fault("drop_node", number=1), fault("kill_holder", number=2))
+    life = scene(fault(cell="pp0.dp0.cp0.tp0"), fault("drop_node", number=1), fault("kill_standby", number=2))
     life.steps(6, 8)
     assert life.notes == [] and len(life.words) == 3 * len(STEP)
 
@@ -164,20 +174,27 @@ def test_several_faults_happen_each_in_its_place(scene):
 
 def test_raise_names_the_fault():
     with pytest.raises(RuntimeError, match=r"fault 3 of the job: raise pp1.dp0.cp0.tp0 at vote of step 9"):
-        wrap.carry_out(fault("raise", number=3, at="vote"), 9, lambda: None)
+        carry_out(fault("raise", number=3, at="vote"), step=9)
 
 
 def test_nan_poisons_and_slow_sleeps(monkeypatch):
     done = []
     monkeypatch.setattr(wrap.time, "sleep", done.append)
-    wrap.carry_out(fault("nan"), 7, lambda: done.append("poisoned"))
-    wrap.carry_out(fault("slow", seconds=0.25), 7, lambda: None)
-    assert done == ["poisoned", 0.25]
+    carry_out(fault("nan"), poison=lambda: done.append("poisoned"))
+    carry_out(fault("slow", seconds=0.25))
+    carry_out(fault("kill_holder"), kill_holder=lambda: done.append("the holder"))
+    assert done == ["poisoned", 0.25, "the holder"]
 
 
 def test_the_controllers_faults_do_not_happen_in_a_cell():
     with pytest.raises(AssertionError, match="drop_node does not happen in a cell"):
-        wrap.carry_out(fault("drop_node"), 7, lambda: None)
+        carry_out(fault("drop_node"))
+
+
+def test_a_holder_is_killed_before_the_cell_that_is_killed_with_it(scene):
+    life = scene(fault("kill"), fault("kill_holder", number=1))
+    life.steps(7, 7)
+    assert [number for number, *_ in life.notes] == [1, 0]
 
 
 # Marks.
@@ -213,7 +230,8 @@ memory = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 4096)
 marks = Marks(Path(sys.argv[1]).with_name("marks"), "pp0")
 fault = Fault(number=5, effect=sys.argv[2], cell="pp0", step=3, at="vote", seconds=0.5)
 progress = FaultyProgress(
-    ProgressWord(memory), [fault], cell="pp0", used=marks.used, mark=marks.mark, poison=lambda: None
+    ProgressWord(memory), [fault], cell="pp0", used=marks.used, mark=marks.mark, poison=lambda: None,
+    kill_holder=lambda: None,
 )
 ticks = []
 def tick():
