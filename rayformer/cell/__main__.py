@@ -163,6 +163,8 @@ def _recorder(plan: RunPlan, place: Place) -> Iterator[Recorder]:
         try:
             for note in plan.notes:
                 display.note(note)
+            if job.faults:
+                display.note(f"{len(job.faults)} faults are left out: only rayformer train can repair what they do")
             yield recorder
         except Exception as error:
             with suppress(OSError):  # the disk may be the cause
