@@ -50,6 +50,7 @@ class Crew:
         self.owners: dict[str, Hand] = {}
         self.holders: dict[str, ActorHandle] = {}
         self._standbys: dict[str, list[Hand]] = {}
+        self._early: dict[str, Hand] = {}  # by the cell that they are going to own
         self._coming: Counter[str] = Counter()
         self._moved: set[tuple[tuple[int, int, int], str]] = set()
         self._num_started = 0
@@ -128,9 +129,10 @@ class Crew:
                 return hand
         else:
             self.holders.pop(node, None)
+            self._early.pop(cell, None)  # its place is gone too
             await self._move(cell, node, no_room)
         for _ in range(TRIES):
-            hand = self._placed_worker(cell)
+            hand = self._early.pop(cell, None) or self._placed_worker(cell)
             await self._settle(hand)
             if hand.node:
                 break
@@ -144,9 +146,15 @@ class Crew:
         return hand
 
     def prepare(self, cell: str) -> Hand | None:
-        """The standby that is going to take over ``cell``, if there is one that nobody else has asked for."""
-        hand = self._standby(cell, self.owners[cell].node)
-        if hand is None or hand.prepares:
+        """The standby that is going to take over ``cell``, if there is one that nobody else has asked for.
+
+        Without one a process for the cell is started, which ``replace`` will find.
+        """
+        node = self.owners[cell].node
+        hand = self._standby(cell, node)
+        if hand is None:
+            if node in live_nodes() and self._job.recovery.max_failures != 0:
+                self._early[cell] = self._placed_worker(cell)
             return None
         hand.prepares, hand.accelerators = cell, self.owners[cell].accelerators
         return hand
@@ -167,15 +175,16 @@ class Crew:
         """Kill everybody and give the places back."""
         for task in self._tasks:
             task.cancel()
-        hands = [*self.owners.values(), *(hand for hands in self._standbys.values() for hand in hands)]
+        standbys = (hand for hands in self._standbys.values() for hand in hands)
+        hands = [*self.owners.values(), *standbys, *self._early.values()]
         for actor in (*(hand.actor for hand in hands), *self.holders.values()):
             ray.kill(actor)
         self.placement.remove()
 
     def _standby(self, cell: str, node: str) -> Hand | None:
-        """A standby of ``node``: the one that prepares for ``cell``, or one that is free, or any."""
-        there = self._standbys.get(node, [])
-        return min(there, key=lambda hand: (hand.prepares != cell, hand.prepares != ""), default=None)
+        """A standby of ``node``: the one that prepares for ``cell``, or one that is free."""
+        there = [hand for hand in self._standbys.get(node, ()) if hand.prepares in ("", cell)]
+        return max(there, key=lambda hand: hand.prepares, default=None)
 
     async def _add_standby(self, node: str, warm: Callable[[Hand], Any]) -> None:
         hand = self._worker(num_cpus=0, num_gpus=0, strategy=NodeAffinitySchedulingStrategy(node, soft=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class Tape:
             if y is None:
                 with torch.enable_grad():
                     y = self._run(graph.input, graph.start, graph.stop)
-            torch.autograd.backward(y, grad)
+            torch.autograd.backward(y if grad is None else _Seeded.apply(y, grad))
             grad, graph.input.grad = graph.input.grad, None
         self.input_grad = grad
 
@@ -80,6 +81,24 @@ class Tape:
     def _enter(self) -> None:
         moment: Moment = self._stage.moment
         moment.step, moment.samples = self._step, self._samples
+
+
+class _Seeded(torch.autograd.Function):
+    """A scalar whose backward begins with ``grad`` as the gradient of ``y``.
+
+    ``torch.autograd.backward(y, grad)`` does the same, but loads torch's symbolic shapes and sympy to compare two
+    shapes: 0.3 s in the first step of a process, for which all other cells wait after a repair.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        assert y.shape == grad.shape, f"a gradient of shape {grad.shape} for {y.shape}"
+        ctx.grad = grad
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.grad, None
 
 
 @dataclass(frozen=True)
