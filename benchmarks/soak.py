@@ -59,7 +59,7 @@ JOB = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storms", type=int, default=10)
+    parser.add_argument("--storms", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--layouts", type=lambda text: text.split(","), default=list(LAYOUTS))
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a storm counts as a hang")
@@ -172,12 +172,12 @@ class Storm:
         self._random = random.Random(f"{seed} {number}")
         self._cells = [str(cell) for cell in Layout(**_degrees(LAYOUTS[layout])).cells()]
         self._faults = list(self._plan())
-        self.steps = APART * (len(PHASES) + 2 * len(WHILE_REPAIRED) + 2)
+        self.steps = APART * (2 * len(PHASES) + 2 * len(WHILE_REPAIRED) + 2)
         self.kills: list[dict[str, Any]] = []
 
     def _plan(self) -> Iterator[dict[str, Any]]:
-        """A kill in every phase, and pairs of kills of which the second comes while the first is repaired."""
-        phases = list(PHASES)
+        """Two kills in every phase, and pairs of kills of which the second comes while the first is repaired."""
+        phases = [*PHASES, *PHASES]
         self._random.shuffle(phases)
         step = APART
         for phase in phases:
@@ -195,7 +195,7 @@ class Storm:
         name = f"storm-{self._number}-{self._layout}"
         run = Run(name, LAYOUTS[self._layout], self.steps, self._faults, self._folder)
         while run.is_up() and time.monotonic() - started < limit_s:
-            time.sleep(self._random.uniform(2.0, 6.0))
+            time.sleep(self._random.uniform(5.0, 15.0))
             self._kill_from_outside(run)
         status = run.wait(max(1.0, limit_s - (time.monotonic() - started)))
         self.kills += [
