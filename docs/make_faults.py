@@ -11,7 +11,9 @@ from pathlib import Path
 from rayformer.cell.progress import PHASES
 from rayformer.config.faults import EFFECTS, Effect, FaultConfig
 from rayformer.config.keys import keys_of
+from rayformer.faults.cut import SAVED, STEPS, STRUCK
 from rayformer.faults.plan import CONTROLLER_EFFECTS, NAMED_INSTRUCTIONS, PLACES, SECONDS
+from rayformer.faults.rehearsed import ROUNDING
 
 HEAD = """\
 # Faults on purpose
@@ -52,10 +54,43 @@ The exit status is 0 if every fault took place and no bit differs, and else 1: i
 void, and an error names it. A bad plan or job is refused with status 2 before anything starts.
 """
 
+REHEARSAL = f"""\
+## A rehearsal
+
+`rayformer rehearse JOB` says in a minute or two whether a job would survive a lost cell and a resume, before it gets a
+month of GPUs. It trains the job itself, cut: as few layers as leave every stage one, the smallest batch that fits the
+layout, and the first {STEPS} steps of its learning rate. Layout, microbatch, sequence, formats, data, device, schedule,
+recomputation and `recovery` stay, as they are what is rehearsed. (But a `snapshot_every` above {STRUCK - SAVED} becomes
+{STRUCK - SAVED}, and a ramp-up a short one that grows in step {STRUCK}. A model of `model.factory` stays whole.)
+
+Four runs follow each other, each in a process and in a folder of its own; the run's own folder is not touched:
+
+1. `<name>-rehearsal-calm`: the job, undisturbed, with a checkpoint after step {SAVED}. It must run, and its losses must
+   be numbers.
+2. `<name>-rehearsal-struck`: a cell, not the first unless there is no other, is killed in backward of step {STRUCK}. It
+   must be replaced, and every step and the final state have the same bits.
+3. `<name>-rehearsal-micro`: a resume from that checkpoint with the largest part of `batch.micro`, or with 2 instead of
+   1. Losses must be those of the undisturbed run to {ROUNDING["fp32"]:g}, relative, in fp32 and {ROUNDING["bf16"]:g} in
+   bf16 and fp16, and gradient norms to ten times that, as the microbatch changes the order of additions.
+4. `<name>-rehearsal-dp`: a resume with half of `layout.dp`, or with 2 instead of 1. It must have the same bits as far
+   as the virtual ranks go, and else the same losses as above.
+
+Without `precision.deterministic` no run needs to have the same bits, and all are held to rounding. A row for each run
+tells what came of it, and of a repair its seconds, where the lost state was found, and whether a standby took over or
+a process had to start: in so few steps a standby is hardly ready. A batch that can't be divided otherwise, or a second
+replica for which there are no devices, is skipped, and the row says why. What a run prints is in `logs/driver.log` of
+its folder; if it fails, the end of that is shown.
+
+The last line is `this job survives: ...`, or there are `error: ...` lines with the remedy. The exit status is 0 if
+everything that was tried held, 1 if not, 2 for a bad job, for which nothing is started, and that of a run which a
+signal ended. `--json FILE` writes all of it. If all held, the checkpoints of these runs are removed. What only the
+whole model shows a rehearsal can't tell: its memory, its speed, and what comes after the first {STEPS} steps.
+"""
+
 
 def faults_page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_effects(), *_options(), *_places(), CHAOS])
+    return "\n".join([HEAD, *_effects(), *_options(), *_places(), CHAOS, REHEARSAL])
 
 
 def _effects() -> Iterator[str]:

@@ -62,7 +62,17 @@ from rayformer.control.messages import (
 )
 from rayformer.control.policy import Budget
 from rayformer.control.restore import Held, Restore, Source
-from rayformer.control.states import END_STATES, Draining, Failed, Finished, Member, Running, Starting, State
+from rayformer.control.states import (
+    END_STATES,
+    Draining,
+    Failed,
+    Finished,
+    Member,
+    Rebuilding,
+    Running,
+    Starting,
+    State,
+)
 from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
 from rayformer.faults.plan import resolve_faults
@@ -378,7 +388,7 @@ class Controller:
 
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
-        if isinstance(after, Draining) and self._incident is None:
+        if isinstance(after, Draining | Rebuilding) and self._incident is None:  # a lone cell leaves nobody to drain
             self._incident = Incident(started=now, told=self._told[1], happened=self._watch.stalled_since)
             self._watch.stalled_since = None
         if self._incident is not None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rayformer.cell.origin import run_folder
 from rayformer.cell.plan import EXIT_ABORTED, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from rayformer.cell.problems import job_problems
+from rayformer.cli.apart import CHECKS, setting, train_apart
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
 from rayformer.config.strict_yaml import NotYaml, parse
 from rayformer.errors import ConfigError, Problem, RunError
 from rayformer.faults.outcome import COMPARED, Outcome, Proof, read_outcome
-from rayformer.faults.plan import fault_problems, resolve_faults
+from rayformer.faults.plan import resolve_faults
 
 MOST_DIFFERENCES = 10  # of those printed; the JSON has all
 
@@ -43,16 +38,16 @@ def chaos_command(job_file: Path, plan_file: Path, seed: int, sets: Sequence[str
             f"run.name={job.run.name}-{kind}",
             "checkpoint.dir=auto",
             "checkpoint.resume=auto",
-            _faults_setting(fault.entry() for fault in these),
+            setting("faults", [fault.entry() for fault in these]),
         ]
         for kind, these in of_run.items()
     }
-    jobs = {kind: load_job(job_file, these, _CHECKS) for kind, these in settings.items()}
+    jobs = {kind: load_job(job_file, these, CHECKS) for kind, these in settings.items()}
     statuses: dict[str, int] = {}
     stops = job.run.stop_at is not None and job.run.stop_at < job.run.steps
     for kind, these in of_run.items():
         print(f"{kind}: the run {jobs[kind].run.name} with {len(these)} faults", flush=True)
-        statuses[kind] = _train(job_file, settings[kind])
+        statuses[kind] = train_apart(job_file, settings[kind], "--fresh")
         if statuses[kind] == EXIT_ABORTED or (statuses[kind] == EXIT_STOPPED and not stops):
             return statuses[kind]  # a signal, or a wait in vain
         if kind == "calm" and statuses[kind] != (EXIT_STOPPED if stops else EXIT_FINISHED):
@@ -188,46 +183,4 @@ def _seeded(entries: Sequence[Any], seed: int) -> list[Any]:
 
 
 def _with_faults(job_file: Path, settings: Sequence[str], entries: Sequence[Any]) -> Job:
-    return load_job(job_file, [*settings, _faults_setting(entries)], _CHECKS)
-
-
-def _needs_its_cells(job: Job) -> Iterator[Problem]:
-    if job.layout.dp == "auto":
-        rule, fix = "the cells that faults happen to must be known before the start", "add --set layout.dp=2"
-        yield Problem(keys={"layout.dp": "auto"}, rule=rule, fix=fix)
-
-
-_CHECKS = (partial(job_problems, fresh=True), fault_problems, _needs_its_cells)
-
-
-def _faults_setting(entries: Iterable[Any]) -> str:
-    return f"faults={json.dumps(list(entries))}"
-
-
-def _train(job_file: Path, settings: Sequence[str]) -> int:
-    """Run a job of its own in another process; its exit status. Signals are left for it to answer."""
-    command = [sys.executable, "-m", "rayformer.cli.main", "train", str(job_file), "--fresh"]
-    command += [part for setting in settings for part in ("--set", setting)]
-    with subprocess.Popen(command) as child, _signals_passed_to(child):
-        return child.wait()
-
-
-@contextmanager
-def _signals_passed_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A terminal sends SIGINT to both; SIGTERM comes to this process only."""
-
-    def leave(_: int, __: FrameType | None) -> None:
-        pass
-
-    def forward(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
-
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, leave),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, forward),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return load_job(job_file, [*settings, setting("faults", list(entries))], CHECKS)

@@ -114,6 +114,22 @@ def chaos(
     raise typer.Exit(chaos_command(job, plan, seed, overrides or [], json_file))
 
 
+@app.command()
+def rehearse(
+    job: Annotated[Path, typer.Argument(help="The job file, YAML.", metavar="JOB")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there too.")
+    ] = None,
+) -> None:
+    """Try in about a minute, on JOB cut short, whether it survives a lost cell and a resume with other sizes."""
+    from rayformer.cli.rehearse import rehearse_command
+
+    raise typer.Exit(rehearse_command(job, overrides or [], json_file))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     try:

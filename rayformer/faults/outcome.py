@@ -81,21 +81,22 @@ class Outcome:
 def read_outcome(faults: Sequence[Fault], *, calm: RunDir, chaos: RunDir) -> Outcome:
     """What the folders of the two runs show."""
     journal = read_journal(chaos.journal)
-    ran_calm, ran_chaos = _ran(calm), _ran(chaos)
     return Outcome(
-        calm=ran_calm,
-        chaos=ran_chaos,
+        calm=_ran(calm),
+        chaos=_ran(chaos),
         incidents=tuple(
             {"step": line.get("step"), "time": line["time"]} | {key: line.get(key) for key in INCIDENT_KEYS}
             for line in journal
             if line.get("kind") == "recovered"
         ),
         proofs=prove(faults, [line for line in journal if line.get("kind") == "fault"]),
-        differences=(
-            *_step_differences(read_metrics(calm.metrics), read_metrics(chaos.metrics)),
-            *_hash_difference(ran_calm.state_hash, ran_chaos.state_hash),
-        ),
+        differences=differences(read_metrics(calm.metrics), read_metrics(chaos.metrics)),
     )
+
+
+def differences(calm: Sequence[Line], chaos: Sequence[Line]) -> tuple[Difference, ...]:
+    """What the lines of two runs, one for each step, don't share of the steps and of the final state."""
+    return (*_step_differences(calm, chaos), *_hash_difference(_final_hash(calm), _final_hash(chaos)))
 
 
 def prove(faults: Sequence[Fault], lines: Sequence[Line]) -> tuple[Proof, ...]:
@@ -119,7 +120,6 @@ def _ran(files: RunDir) -> Ran:
     times = [line["time"] for line in (*lines, *read_journal(files.journal))]
     wall_s = max(times) - min(times) if times else 0.0
     steps_s = sum(line["step_s"] for line in steps)
-    hashes = [line["state_hash"] for line in steps if "state_hash" in line]
     return Ran(
         folder=str(files.path),
         steps=len(steps),
@@ -127,8 +127,12 @@ def _ran(files: RunDir) -> Ran:
         steps_s=steps_s,
         wall_s=wall_s,
         goodput=steps_s / wall_s if wall_s else 0.0,
-        state_hash=hashes[-1] if hashes else None,
+        state_hash=_final_hash(steps),
     )
+
+
+def _final_hash(steps: Sequence[Line]) -> str | None:
+    return next((line["state_hash"] for line in reversed(steps) if "state_hash" in line), None)
 
 
 def _step_differences(calm: Sequence[Line], chaos: Sequence[Line]) -> Iterator[Difference]:

@@ -83,3 +83,16 @@ def test_a_frozen_worker_is_found_named_and_replaced(standing, train, documents,
     assert driver.finish() == 0, driver.output
     assert curve_of(job) == curve_of(undisturbed) and hash_of(job) == hash_of(undisturbed)
     until(lambda: not os.path.exists(f"/proc/{frozen}"), "the frozen process to end")
+
+
+@pytest.mark.timeout(120)
+def test_the_only_cell_of_a_run_is_replaced_and_that_is_told(standing, train, documents, tmp_path):
+    job = write_job(
+        tmp_path, "alone", corpus=documents, address=standing.address, steps=8,
+        faults=[{"kill": "pp0", "step": 5, "at": "backward"}], recovery={"snapshot_every": 1},
+    )  # fmt: skip
+    driver = train(job)
+    assert driver.finish() == 0, driver.output
+    (line,) = recoveries(job)
+    assert (line["cells"], line["source"], line["step"]) == (["pp0.dp0.cp0.tp0"], "holder", 4)
+    assert line["total_s"] >= line["restore_s"] > 0 and driver.output.count("recovered ") == 1

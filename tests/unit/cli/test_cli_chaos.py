@@ -68,9 +68,10 @@ class Stage:
         self.journal = lambda faults: [*map(line_of, faults), RECOVERED | {"time": 102.5}]
         self.statuses = [0, 0]
         monkeypatch.chdir(path)
-        monkeypatch.setattr(chaos, "_train", self.train)
+        monkeypatch.setattr(chaos, "train_apart", self.train)
 
-    def train(self, job_file, settings):
+    def train(self, job_file, settings, *flags):
+        assert flags == ("--fresh",)
         job, faults = faults_of(settings, job_file)
         is_calm = not self.runs
         self.runs.append((job, faults))
