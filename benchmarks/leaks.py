@@ -4,8 +4,8 @@
 
 A Ray cluster stands by itself; one job runs on it. Cells are killed one after the other, each when the one before it
 was replaced and the next standby is up. The first cell is never killed, so that its process goes through all of it,
-like the controller and the holder. What these three have, and what the cluster counts, is told after some kills and
-at the end. Writes benchmarks/results/leaks-DATE.json.
+like the controller and the holder. What these three have, and what the cluster counts, is told after every tenth kill,
+and once more after as long a time without one. Writes benchmarks/results/leaks-DATE.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from soak import Run
 
 LAYOUT = {"pp": 2, "dp": 2}
 FIRST = "pp0.dp0.cp0.tp0"
-SETTLED = 10  # kills until everything was used once
+EVERY = 10  # kills between two counts
 
 
 def main() -> None:
@@ -45,15 +45,15 @@ def main() -> None:
         recovery = {"standbys_per_node": 1, "snapshot_every": 1, "max_failures": -1}
         cluster = {"address": address}
         run = Run("leaks", LAYOUT, 1_000_000, [], Path(folder), recovery=recovery, cluster=cluster)
-        counts = []
+        counts, started = [], time.monotonic()
         for number in range(options.kills):
             _wait(lambda: run.is_up() and run.metrics())
             time.sleep(1.0)
             _kill(run, rng)
-            if number + 1 in (SETTLED, options.kills):
-                time.sleep(20.0)  # the next standby, and Ray's own figures
-                counts.append({"kills": number + 1, **_count(run)})
-                print(counts[-1], flush=True)
+            if (number + 1) % EVERY == 0:
+                counts.append(_count(run, started, number + 1))
+        time.sleep((counts[-1]["seconds"] - counts[0]["seconds"]) / (len(counts) - 1))
+        counts.append(_count(run, started, options.kills))  # what time and steps alone add
         run.process.terminate()
         status = run.wait(120)
         after = {"placement_groups": _placement_groups(), "actors": _actors()}
@@ -95,15 +95,19 @@ def _kill(run: Run, rng: random.Random) -> None:
     _wait(lambda: len(run.journal("recovered")) > known)
 
 
-def _count(run: Run) -> dict[str, Any]:
+def _count(run: Run, started: float, kills: int) -> dict[str, Any]:
     """What the processes that lived through it have, and what the cluster counts."""
+    time.sleep(15.0)  # the next standby, and Ray's own figures
     cells = run.journal("membership")[-1]["cells"]
     first = psutil.Process(cells[FIRST]["pid"])
     siblings = first.parent().children()
     holder = max(siblings, key=_opened_memfds)
     controller = next(process for process in siblings if "Controller" in " ".join(process.cmdline()))
     available, total = ray.available_resources(), ray.cluster_resources()
-    return {
+    counted = {
+        "kills": kills,
+        "seconds": time.monotonic() - started,
+        "steps": run.metrics()[-1]["step"],
         "cell": _of(first),
         "holder": _of(holder),
         "controller": _of(controller),
@@ -112,6 +116,8 @@ def _count(run: Run) -> dict[str, Any]:
         "placement_groups": _placement_groups(),
         "actors": _actors(),
     }
+    print(counted, flush=True)
+    return counted
 
 
 def _of(process: psutil.Process) -> dict[str, Any]:

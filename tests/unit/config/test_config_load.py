@@ -503,7 +503,7 @@ def mutated(draw):
     return tree
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(mutated())
 def test_a_mutated_job_is_read_or_told_in_the_one_form(tree):
     try:
@@ -520,7 +520,7 @@ def test_a_mutated_job_is_read_or_told_in_the_one_form(tree):
 pieces = st.sampled_from([*":{}[],&*!|>'\"%@`#-?~\t\n 0", "\x00", "é", "&a ", "*a", "<<: "])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_text_with_a_few_characters_changed_is_read_or_told(tmp_path_factory, data):
     text = TEXT

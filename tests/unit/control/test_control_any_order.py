@@ -355,7 +355,7 @@ class World:
         return CellDone(generation=g, outcome="finished" if step == STEPS else "stopped", step=step)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     data=st.data(),
     faults=st.lists(st.sampled_from(FAULTS), max_size=8),

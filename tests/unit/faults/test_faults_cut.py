@@ -217,7 +217,7 @@ def test_the_virtual_ranks_stay_when_the_width_changes_unless_there_were_too_few
     assert trials_of(job_of(values))["dp"].changes["batch.virtual_ranks"] == ranks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     dp=st.integers(1, 9),
     pp=st.integers(1, 8),
