@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from rayformer.cell.plan import RunPlan
 from rayformer.control.restore import Source
+from rayformer.events import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class Stood:
-    """A cell stands still: after which step its state is whole, None where it is not."""
+    """A cell stands still: after which step its state is whole, None where it is not, and what it had not told yet."""
 
     step: int | None
+    untold: tuple[StepReport, ...] = ()

@@ -317,6 +317,8 @@ class Controller:
             stood = await hand.actor.abort.remote(generation)
             if call is not None:
                 await asyncio.wait([call])  # what it has to say comes first
+            for report in stood.untold:
+                self._take(cell, report)
             self._inbox.put_nowait(CellDrained(generation=generation, cell=cell, standing=stood.step))
 
     async def _replace(self, cell: str, generation: int) -> None:
@@ -383,7 +385,8 @@ class Controller:
             self._shown.put_nowait(event)
         if isinstance(event, StepReport) and self._inflictor is not None:
             self._inflictor.on_step(event.step, event.generation)
-        if isinstance(event, StepReport) and self._incident is not None and event.generation == self._generation:
+        is_after = isinstance(event, StepReport) and event.generation == self._generation
+        if is_after and self._incident is not None and self._incident.is_repaired:
             self._recovered(self._incident)
 
     def _time_incident(self, before: State, after: State) -> None:

@@ -160,7 +160,10 @@ class Worker:
             self._cell.groups.abort()
         self._stands.wait()
         position = None if self._cell is None else self._cell.position
-        return Stood(step=position.step if position is not None and position.is_whole else None)
+        return Stood(
+            step=position.step if position is not None and position.is_whole else None,
+            untold=tuple(event for event in self._outbox if isinstance(event, StepReport)),
+        )
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:

@@ -295,7 +295,8 @@ def _restore_if_complete(state: Rebuilding) -> Step:
     errors = _errors(state)
     budget = state.budget.after(first_cause(errors), step=restore.step)
     if budget.is_exceeded:
-        return Failed(generation=state.generation, errors=errors), ()
+        giving_up = CellError(cell="", worker="", kind="raised", message=budget.in_words)
+        return Failed(generation=state.generation, errors=(*errors, giving_up)), ()
     if state.missing:
         return state, ()
     following = Restoring(

@@ -40,6 +40,15 @@ class Budget:
         return self.max_failures == UNLIMITED or num <= self.max_failures
 
     @property
+    def in_words(self) -> str:
+        """What is told when it is exceeded."""
+        num = max(self.used.values(), default=0)
+        return (
+            f"it was failure {num} of its kind in a row without a new step, and more than recovery.max_failures="
+            f"{self.max_failures} are not repaired"
+        )
+
+    @property
     def pause_s(self) -> float:
         """Seconds to wait before the next try: none after a first failure, then 1, 2, 4, up to 30."""
         repeated = max(self.used.values(), default=0) - 1

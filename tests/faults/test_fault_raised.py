@@ -41,3 +41,26 @@ def test_a_controller_that_cannot_write_its_files_says_so_and_leaves_nothing(sta
     assert driver.errors.startswith("error: the run full failed: OSError: ")
     assert "Traceback" not in driver.output
     until(lambda: not standing.live("full/"), "actors and placement groups to go")
+
+
+@pytest.mark.timeout(240)
+def test_an_exception_that_comes_again_is_repaired_as_often_as_allowed_and_then_told(
+    standing, train, documents, tmp_path
+):  # B80, B84
+    faults = [{"raise": "pp0.dp1", "step": 3, "at": "forward", "times": 100}]
+    job = write_job(
+        tmp_path, "again", corpus=documents, address=standing.address, layout={"dp": 2}, steps=100, faults=faults,
+        recovery={"max_failures": 2},
+    )  # fmt: skip
+    driver = train(job)
+    assert driver.finish() == 1, driver.output
+    assert len(lines_of(job, kind="fault")) == 3  # one and two repairs
+    told = driver.errors.splitlines()
+    message = "RuntimeError: fault 0 of the job: raise pp0.dp1.cp0.tp0 at forward of step 3"
+    assert re.fullmatch(rf"error: the run again failed: cell pp0\.dp1\.cp0\.tp0 \(worker-....\): {message}", told[0])
+    assert told[1] == (
+        "  then the controller: it was failure 3 of its kind in a row without a new step, and more than"
+        " recovery.max_failures=2 are not repaired"
+    )
+    assert [line["step"] for line in lines_of(job)] == [1, 2]
+    until(lambda: not standing.live("again/"), "actors and placement groups to go")

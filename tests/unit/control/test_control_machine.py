@@ -517,7 +517,8 @@ def fail_and_repair(machine, error, step):
 def test_an_error_that_repeats_is_tried_as_often_as_allowed_with_longer_pauses():
     machine = Machine(AT_WORK)
     assert [fail_and_repair(machine, failure(B, "raised"), STEP) for _ in range(3)] == [0.0, 1.0, None]
-    assert machine.state == Failed(generation=G + 3, errors=(failure(B, "raised"),))
+    assert machine.state.errors[0] == failure(B, "raised") and machine.state.generation == G + 3
+    assert "failure 3 of its kind in a row" in machine.state.errors[1].message
 
 
 def test_different_causes_have_a_budget_each():
