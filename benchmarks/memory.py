@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from ours import open_cell, stepper
 from peers import DDP, ddp_zero
-from plain import same_model
+from same import same_model
 from sides import open_sides, write_result
 from workloads import SIZES, Workload, job_tree, write_corpus
 

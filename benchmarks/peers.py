@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from plain import same_model
+from plain import adamw_groups, fused_adamw, token_loss
+from same import same_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from workloads import SEED, Workload
 
@@ -245,24 +245,6 @@ class LocalUpdate:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def adamw_groups(parameters: Iterable[nn.Parameter], w: Workload) -> list[dict[str, object]]:
-    """Matrices, which decay, and vectors, which do not."""
-    every = list(parameters)
-    return [
-        {"params": [p for p in every if p.ndim > 1], "weight_decay": w.weight_decay},
-        {"params": [p for p in every if p.ndim == 1], "weight_decay": 0.0},
-    ]
-
-
-def fused_adamw(parameters: Iterable[nn.Parameter], w: Workload) -> torch.optim.AdamW:
-    groups = [group for group in adamw_groups(parameters, w) if group["params"]]
-    return torch.optim.AdamW(groups, lr=w.lr, betas=w.betas, eps=w.eps, fused=True)
 
 
 class Data:

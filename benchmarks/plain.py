@@ -1,4 +1,4 @@
-"""The same model in plain PyTorch, as a peer would write it for speed.
+"""The same model, its loss and its optimizer in plain PyTorch, as a peer would write them for speed.
 
 One matrix for queries, keys and values, one for gate and up, cached rotary tables with the sign in the sine, queries
 and keys rotated together, F.rms_norm and F.scaled_dot_product_attention. Shapes: B batch, S sequence, H hidden, N own
@@ -7,15 +7,17 @@ heads, G own key and value heads, D head width.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn import functional
-from workloads import SEED, Workload
+from workloads import Workload
 
-from rayformer.config.model import ModelConfig
-from rayformer.models import decoder
-from rayformer.models.block import build_block
-from rayformer.nn.context import Context
+
+def plain_model(w: Workload, *, tp: int = 1) -> nn.Sequential:
+    """Embedding, layers and head; ``tp`` shares of heads and ffn."""
+    return nn.Sequential(nn.Embedding(w.vocab, w.hidden), *(Layer(w, tp) for _ in range(w.layers)), Head(w))
 
 
 class RMSNorm(nn.Module):
@@ -89,41 +91,19 @@ class Head(nn.Module):
         return self.linear(self.norm(x))
 
 
-def same_model(w: Workload, *, tp: int = 1) -> nn.Sequential:
-    """Embedding, layers and head with the weights that rayformer starts from; ``tp`` shares of heads and ffn."""
-    model = nn.Sequential(nn.Embedding(w.vocab, w.hidden), *(Layer(w, tp) for _ in range(w.layers)), Head(w))
-    section = ModelConfig(
-        layers=w.layers,
-        hidden=w.hidden,
-        heads=w.heads,
-        kv_heads=w.kv_heads,
-        ffn=w.ffn,
-        vocab=w.vocab,
-        norm_eps=w.norm_eps,
-        rope_theta=w.rope_theta,
-    )
-    blocks, _ = decoder.build(section)
-    parameters = (p for block in blocks for p in build_block(block, Context(seed=SEED)).parameters())
-    theirs = {p.spec.name: p.detach() for p in parameters}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_reordered(_rayformer_name(name, w.layers), theirs, w, tp))
-    return model
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _rayformer_name(name: str, layers: int) -> str:
-    place, _, rest = name.partition(".")
-    prefix = {0: "embedding", layers + 1: "output"}.get(int(place), f"layers.{int(place) - 1}")
-    return f"{prefix}.{rest}"
+def adamw_groups(parameters: Iterable[nn.Parameter], w: Workload) -> list[dict[str, object]]:
+    """Matrices, which decay, and vectors, which do not."""
+    every = list(parameters)
+    return [
+        {"params": [p for p in every if p.ndim > 1], "weight_decay": w.weight_decay},
+        {"params": [p for p in every if p.ndim == 1], "weight_decay": 0.0},
+    ]
 
 
-def _reordered(name: str, values: dict[str, torch.Tensor], w: Workload, tp: int) -> torch.Tensor:
-    """The value of a parameter with its rows in this file's order."""
-    value = values[name]
-    if name.endswith("gate_up.weight"):
-        return value.view(2, tp, -1, w.hidden).transpose(0, 1).reshape(value.shape)
-    if name.endswith("qkv.weight"):  # rayformer's order: [queries of a group | key | value], group after group
-        groups = value.view(tp, w.kv_heads // tp, -1, w.head_dim, w.hidden)
-        parts = groups.split([w.heads // w.kv_heads, 1, 1], dim=2)
-        return torch.cat([part.flatten(1, 2) for part in parts], dim=1).reshape(value.shape)
-    return value
+def fused_adamw(parameters: Iterable[nn.Parameter], w: Workload) -> torch.optim.AdamW:
+    groups = [group for group in adamw_groups(parameters, w) if group["params"]]
+    return torch.optim.AdamW(groups, lr=w.lr, betas=w.betas, eps=w.eps, fused=True)

@@ -1,9 +1,9 @@
-"""The two workloads of throughput.py and memory.py: a model, a batch, the job that trains it, and a corpus for it."""
+"""The workloads of throughput.py, memory.py and repair.py: a model, a batch, the job that trains it, and a corpus."""
 
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ SIZES = {
     "small": Workload(layers=4, hidden=128, heads=4, kv_heads=4, ffn=384, vocab=256, seq=128),
     "large": Workload(layers=6, hidden=256, heads=4, kv_heads=4, ffn=768, vocab=4096, seq=256),
 }
+REPAIRED = replace(SIZES["small"], vocab=257, seq=64, micro=1, global_batch=8)  # one sample for each of 8 workers
 
 
 def job_tree(workload: Workload, corpus: Path, *, params: str = "fp32", **layout: int) -> dict[str, Any]:
