@@ -29,7 +29,7 @@ def read_boxes(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Box
         plan = plan_transfers(manifest.holdings(), targets)
     except CoverageError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    source = lru_cache(maxsize=8)(lambda shard: _read(folder, shard))
+    source = lru_cache(maxsize=8)(lambda shard: read_shard(folder, shard))
     for transfer in sorted(plan, key=lambda t: (t.source.place.file, t.source.place.offset)):
         values = source(transfer.source.place)
         part = transfer.part
@@ -38,7 +38,7 @@ def read_boxes(folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Box
         ]
 
 
-def _read(folder: Path, shard: ShardRecord) -> npt.NDArray[np.float32]:
+def read_shard(folder: Path, shard: ShardRecord) -> npt.NDArray[np.float32]:
     path = folder / shard.file
     try:
         with path.open("rb") as file:

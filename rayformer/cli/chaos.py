@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from rayformer.cell.origin import run_folder
 from rayformer.cell.plan import EXIT_ABORTED, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from rayformer.cli.apart import CHECKS, setting, train_apart
+from rayformer.cli.columns import columns
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
 from rayformer.config.strict_yaml import NotYaml, parse
@@ -104,7 +105,7 @@ def as_json(outcome: Outcome, statuses: dict[str, int]) -> dict[str, Any]:
 def in_words(outcome: Outcome) -> Iterator[str]:
     """The lines of the table: faults, incidents, the two runs, and what differs."""
     yield "faults"
-    yield from _table(
+    yield from columns(
         ("", "effect", "cell", "step", "at", "took place"),
         (
             (proof.fault.number, proof.fault.effect, proof.fault.cell, proof.fault.step, proof.fault.at, _proven(proof))
@@ -113,7 +114,7 @@ def in_words(outcome: Outcome) -> Iterator[str]:
     )
     yield "incidents"
     keys = ("detect_s", "drain_s", "form_s", "restore_s", "first_step_s", "total_s")
-    yield from _table(
+    yield from columns(
         ("cells", "source", *(key.removesuffix("_s").replace("_", " ") for key in keys), "redone", "cause"),
         (
             (
@@ -127,7 +128,7 @@ def in_words(outcome: Outcome) -> Iterator[str]:
         ),
     )
     yield "runs"
-    yield from _table(
+    yield from columns(
         ("", "steps", "executed", "goodput", "state hash"),
         (
             (kind, ran.steps, ran.executed, f"{ran.goodput:.1%} of {ran.wall_s:.1f} s", ran.state_hash or "none")
@@ -147,16 +148,6 @@ def _proven(proof: Proof) -> str:
     if not proof.lines:
         return "no"
     return ", ".join(f"step {line['step']} {line['at']}" for line in proof.lines)
-
-
-def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    lines = [list(map(str, row)) for row in (head, *rows)]
-    if len(lines) == 1:
-        yield "  none"
-        return
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        yield "  " + "  ".join(f"{text:{width}}" for text, width in zip(line, widths)).rstrip()
 
 
 def _read_plan(path: Path) -> list[Any]:

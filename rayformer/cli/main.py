@@ -14,6 +14,7 @@ import typer
 from rayformer.cell.plan import EXIT_ABORTED, EXIT_BAD_JOB, EXIT_FAILED
 from rayformer.cell.problems import job_problems
 from rayformer.cell.report import report_run
+from rayformer.cli import ckpt
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
 from rayformer.errors import ConfigError, DataError, Problem, RayformerError, RunError
@@ -26,6 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(ckpt.app, name="ckpt")
 
 
 @app.callback()
