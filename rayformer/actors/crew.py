@@ -123,6 +123,8 @@ class Crew:
         if node in live_nodes():
             hand = self._standby(cell, node)
             if hand is not None:
+                if cell in self._early:  # a standby came up meanwhile; two can't have the place
+                    ray.kill(self._early.pop(cell).actor)
                 self._standbys[node].remove(hand)
                 hand.accelerators = self.owners[cell].accelerators
                 self.owners[cell] = hand
@@ -153,7 +155,7 @@ class Crew:
         node = self.owners[cell].node
         hand = self._standby(cell, node)
         if hand is None:
-            if node in live_nodes() and self._job.recovery.max_failures != 0:
+            if cell not in self._early and node in live_nodes() and self._job.recovery.max_failures != 0:
                 self._early[cell] = self._placed_worker(cell)
             return None
         hand.prepares, hand.accelerators = cell, self.owners[cell].accelerators
@@ -222,8 +224,17 @@ class Crew:
 
     async def _settle(self, hand: Hand) -> None:
         """Hear from a new worker on which node it is; its death is told by its tether."""
-        with suppress(RayError):
-            hand.node, hand.accelerators = await hand.actor.where.remote()
+        wait_s = self._job.cluster.wait_s
+        try:
+            told = asyncio.wrap_future(hand.actor.where.remote().future())
+            hand.node, hand.accelerators = await asyncio.wait_for(told, wait_s)
+        except RayError:
+            pass
+        except TimeoutError:
+            raise RunError(
+                f"{hand.name} did not come up within cluster.wait_s={wait_s:g} on the place that is reserved for it; see"
+                " what ray status says"
+            ) from None
 
     async def _tether(self, hand: Hand) -> None:
         try:
