@@ -232,8 +232,8 @@ class Crew:
             pass
         except TimeoutError:
             raise RunError(
-                f"{hand.name} did not come up within cluster.wait_s={wait_s:g} on the place that is reserved for it; see"
-                " what ray status says"
+                f"{hand.name} did not come up within cluster.wait_s={wait_s:g} on the place reserved for it; see what"
+                " ray status says"
             ) from None
 
     async def _tether(self, hand: Hand) -> None:
