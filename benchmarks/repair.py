@@ -3,12 +3,12 @@
     python benchmarks/repair.py [--rounds 3] [--kills 2] [--warm-kills 6] [--only NAME ...]
 
 Every system trains the same model on the same batches with 8 processes of one thread; the losses of their first steps
-must agree to 1e-3, or the run is void. In every round each system is started alone, left to get going, and a random one
-of its workers killed some times; then it is ended, and the next one has its turn, in an order that changes with the
-round. This process does nothing but watch: the clock runs from the kill to the first line of the metrics file that the
-system writes after the repair (a later generation), found by looking every 5 ms. For the peers that line is a step done
-before and redone, and no more is asked of them; ``regain_s`` runs on to the first step that was not done before. One
-step is the median of the last five steps before each kill.
+must agree to 1e-3, or the run is void. In every round each system is started alone and left to get going, and workers
+are killed one at a time, in random order, none twice before all have been; then it is ended, and the next one has its
+turn, in an order that changes with the round. This process does nothing but watch: the clock runs from the kill to the
+first line of the metrics file that the system writes after the repair (a later generation), looked for every 5 ms. For
+the peers that line is a step done before and redone, and no more is asked of them; ``regain_s`` runs on to the first
+step that was not done before. One step is the median of the last five steps before each kill.
 
 warm        rayformer, tp 2 x pp 2 x dp 2, a snapshot every step, one standby on the node, no checkpoint. The next kill
             comes when the next standby has come to rest; whether one took over is told with each time.
@@ -56,6 +56,7 @@ from workloads import REPAIRED, job_tree, write_corpus
 from rayformer.observe.jsonl import read_lines
 
 LAYOUT = {"tp": 2, "pp": 2, "dp": 2}
+NUM_WORKERS = 8
 NUM_BATCHES = 10_000
 CHECKED_STEPS, MAX_DIFFERENCE = 5, 1e-3
 STEADY_STEPS = 3 * CHECKPOINT_EVERY  # since the start or the last repair, before the next kill
@@ -71,7 +72,7 @@ ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
-TORCHRUN = ["--standalone", "--nproc-per-node", "8", "--max-restarts", "1000", "--monitor-interval", "0.1"]
+TORCHRUN = ["--standalone", "--nproc-per-node", str(NUM_WORKERS), "--max-restarts", "1000", "--monitor-interval", "0.1"]
 BARS = {
     "warm_median_less_step_s": "<= 0.7",
     "warm_p95_less_step_s": "<= 1.2",
@@ -90,8 +91,9 @@ def main() -> None:
     parser.add_argument("--warm-kills", type=int, default=6, help="of rayformer with a standby in a round")
     parser.add_argument("--only", action="append", choices=list(SYSTEMS))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what was started is ended
     names = options.only or list(SYSTEMS)
-    series = {name: Series() for name in names}
+    series = {name: Series(victims=victims(name)) for name in names}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         prepare(Path(folder))
         for number in range(options.rounds):
@@ -125,8 +127,9 @@ def main() -> None:
 
 @dataclass(kw_only=True)
 class Series:
-    """What a system has shown in all its turns so far."""
+    """What a system has shown in all its turns so far, and which worker is next."""
 
+    victims: Iterator[tuple[int, float]]
     rows: list[Line] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -134,16 +137,23 @@ class Series:
 
 def take_turn(name: str, number: int, num_kills: int, folder: Path, series: Series) -> None:
     """Start a system and kill workers of it; one that hangs ends its turn."""
-    chance = random.Random(f"{number} {name}")
     with running(SYSTEMS[name], folder / f"{name}-{number}") as run:
         for _ in range(num_kills):
-            row = {"round": number, **run.kill(chance)}
+            row = {"round": number, **run.kill(*next(series.victims))}
             series.rows.append(row)
             print(f"{name:9}  {words(row)}", flush=True)
             if "hung" in row:
                 break
     series.step_s += run.step_s
     series.losses = [line["loss"] for line in run.lines[:CHECKED_STEPS]]
+
+
+def victims(name: str) -> Iterator[tuple[int, float]]:
+    """Which worker is killed next, none twice before all have been, and after how much of a second."""
+    chance = random.Random(name)
+    while True:
+        for number in chance.sample(range(NUM_WORKERS), NUM_WORKERS):
+            yield number, chance.random()
 
 
 def prepare(folder: Path) -> None:
@@ -260,12 +270,12 @@ class Run:
         self.lines: list[Line] = []
         self.step_s: list[float] = []  # of the last steps before each kill
 
-    def kill(self, chance: random.Random) -> Line:
-        """Kill a random worker when the system has been steady for a while; what happened then."""
+    def kill(self, number: int, wait_s: float) -> Line:
+        """Kill a worker ``wait_s`` after the system has become steady; what happened then."""
         if not self._wait(lambda: self._steps >= STEADY_STEPS and self._system.is_ready(self._folder), every_s=0.1):
             raise RuntimeError(f"not ready after {LIMIT_S:g} s: {self._log()}")
-        time.sleep(chance.random())
-        worker, pid = chance.choice(sorted(self._system.workers(self._folder).items()))
+        time.sleep(wait_s)
+        worker, pid = sorted(self._system.workers(self._folder).items())[number]
         self._look()
         self.step_s += [line["step_s"] for line in self.lines[-CHECKPOINT_EVERY:]]
         generation = self.lines[-1]["generation"]
@@ -378,7 +388,7 @@ def words(row: Line) -> str:
 
 SETTINGS = {
     "workload": vars(REPAIRED),
-    "processes": 8,
+    "processes": NUM_WORKERS,
     "threads per process": 1,
     "look_every_s": LOOK_EVERY_S,
     "environment": ENVIRON,
