@@ -11,8 +11,6 @@ and once more after as long a time without one. Writes benchmarks/results/leaks-
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import random
 import signal
@@ -26,6 +24,7 @@ from typing import Any
 
 import psutil
 import ray
+from sides import write_result
 from soak import Run
 
 LAYOUT = {"pp": 2, "dp": 2}
@@ -58,11 +57,8 @@ def main() -> None:
         status = run.wait(120)
         after = {"placement_groups": _placement_groups(), "actors": _actors()}
         ray.shutdown()
-    date = datetime.date.today().isoformat()
-    path = Path(__file__).parent / "results" / f"leaks-{date}.json"
-    result = {"date": date, "seed": options.seed, "status": status, "counts": counts, "after_the_end": after}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(after, path)
+    print(after)
+    write_result("leaks", {"seed": options.seed, "status": status, "counts": counts, "after_the_end": after})
 
 
 class _Standing:

@@ -13,10 +13,6 @@ Writes benchmarks/results/snapshots-DATE.json.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import signal
 import statistics
 import tempfile
@@ -26,6 +22,7 @@ from typing import Any
 
 import yaml
 from overhead import Run
+from sides import write_result
 
 SETTLED = 10  # steps until the interval is agreed and all memory was touched
 TINY = yaml.safe_load((Path(__file__).parents[1] / "jobs" / "tiny.yaml").read_text())
@@ -57,7 +54,14 @@ def main() -> None:
         slot_s = options.slot_s * (4 if size == "large" else 1)
         rows.append(measure(size, options.slots, slot_s))
         print(rows[-1], flush=True)
-    write(rows, options)
+    write_result(
+        "snapshots",
+        {
+            "figure": "median step_s with snapshots and detection / without, in turn in one run",
+            "rows": rows,
+            "settings": {"slots": options.slots, "slot_s": options.slot_s, "sizes": SIZES},
+        },
+    )
 
 
 def measure(size: str, slots: int, slot_s: float) -> dict[str, Any]:
@@ -119,29 +123,6 @@ def job(size: str, kind: str, folder: Path) -> Path:
     path = folder / f"{kind}.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    import ray
-    import torch
-
-    date = datetime.date.today().isoformat()
-    path = Path(__file__).parent / "results" / f"snapshots-{date}.json"
-    result = {
-        "date": date,
-        "figure": "median step_s with snapshots and detection / without, in turn in one run",
-        "rows": rows,
-        "settings": {"slots": options.slots, "slot_s": options.slot_s, "threads per process": 1, "sizes": SIZES},
-        "machine": {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "ray": ray.__version__,
-            "load_1m": os.getloadavg()[0],
-        },
-    }
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ beside twice the 99th percentile of the step times before it and a second. Write
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import random
 import signal
@@ -24,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sides import write_result
 from soak import Run
 
 LAYOUT = {"pp": 2, "dp": 2}
@@ -44,12 +43,7 @@ def main() -> None:
         print(quiet, flush=True)
         frozen = freeze(options.freezes, rng, Path(folder))
         print({key: value for key, value in frozen.items() if key != "freezes"})
-    date = datetime.date.today().isoformat()
-    path = Path(__file__).parent / "results" / f"stalls-{date}.json"
-    machine = {"cpus": os.cpu_count(), "load_1m": os.getloadavg()[0]}
-    result = {"date": date, "long_run": quiet, "frozen": frozen, "seed": options.seed, "machine": machine}
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(path)
+    write_result("stalls", {"long_run": quiet, "frozen": frozen, "seed": options.seed})
 
 
 def long_run(steps: int, rng: random.Random, folder: Path) -> dict[str, Any]:
