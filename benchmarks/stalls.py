@@ -5,7 +5,8 @@
 First a run of many steps, while other processes come and go that use up all cores, up to three for each of them: it
 must end without a ``stall`` line. Then runs in which this process stops a cell by SIGSTOP at moments drawn by the
 seed: told are the seconds until the journal's ``stall`` line, which names the cell, and until the ``recovered`` line,
-beside twice the 99th percentile of the step times before it and a second. Writes benchmarks/results/stalls-DATE.json.
+beside twice the 99th percentile of the step times before it and a second. Either is left out with a 0. Writes
+benchmarks/results/stalls-none-DATE.json and stalls-frozen-DATE.json.
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        quiet = long_run(options.steps, rng, Path(folder))
-        print(quiet, flush=True)
-        frozen = freeze(options.freezes, rng, Path(folder))
-        print({key: value for key, value in frozen.items() if key != "freezes"})
-    write_result("stalls", {"long_run": quiet, "frozen": frozen, "seed": options.seed})
+        if options.steps:
+            quiet = long_run(options.steps, rng, Path(folder))
+            print(quiet, flush=True)
+            write_result("stalls-none", {"long_run": quiet, "seed": options.seed})
+        if options.freezes:
+            frozen = freeze(options.freezes, rng, Path(folder))
+            print({key: value for key, value in frozen.items() if key != "freezes"})
+            write_result("stalls-frozen", {"frozen": frozen, "seed": options.seed})
 
 
 def long_run(steps: int, rng: random.Random, folder: Path) -> dict[str, Any]:
@@ -78,6 +82,8 @@ def freeze(num: int, rng: random.Random, folder: Path) -> dict[str, Any]:
     """``num`` cells frozen one after the other in one run."""
     run = Run("frozen", LAYOUT, 1_000_000, [], folder, model=MODEL, batch=BATCH)
     found = []
+    while not run.metrics() and run.is_up():
+        time.sleep(0.2)
     while len(found) < num and run.is_up():
         time.sleep(STANDBY_S + rng.random())
         cells = run.journal("membership")[-1]["cells"]
