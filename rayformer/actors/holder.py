@@ -20,7 +20,7 @@ import numpy.typing as npt
 import psutil
 import ray
 
-from rayformer.cell.progress import Word, read_word, read_worked
+from rayformer.cell.progress import Word, forget_word, read_word, read_worked
 from rayformer.ckpt.slots import NUM_ANCHORS, SlotFile, Snapshot
 from rayformer.control.straggle import Worked
 from rayformer.errors import RunError, SnapshotError
@@ -77,13 +77,15 @@ class Holder:
         self._lock = threading.Lock()
 
     def reserve(self, cell: str, num_bytes: int, pid: int) -> Place:
-        """Where ``cell``'s memory is, at least ``num_bytes`` long; what is in it from before stays.
+        """Where ``cell``'s memory is, at least ``num_bytes`` long; what is in it from before stays, but for the word.
 
         Raises RunError if the node has not that much memory left, beside what others were promised.
         """
         with self._lock:
-            self._pids[cell] = pid
             known = self._memory.get(cell)
+            if known is not None and self._pids[cell] != pid:
+                forget_word(known[1])
+            self._pids[cell] = pid
             if known is None or len(known[1]) < num_bytes:
                 self._drop(cell)
                 self._check_room(cell, num_bytes)
@@ -127,13 +129,13 @@ class Holder:
             threading.Thread(target=self._pull_forever, daemon=True).start()
 
     def look(self) -> dict[str, Sight]:
-        """What is seen of every cell here."""
+        """What is seen of every cell whose process lives: a dead one's word would be held against its successor."""
         seen, now = {}, time.monotonic()
         for cell, (_, memory) in list(self._memory.items()):
             with suppress(ValueError):  # closed meanwhile
-                word = read_word(memory)
-                if word.count:
-                    stopped = _is_stopped(self._pids[cell])
+                word, status = read_word(memory), _status(self._pids[cell])
+                if word.count and status not in _GONE:
+                    stopped = status == psutil.STATUS_STOPPED
                     worked = read_worked(memory)
                     seen[cell] = Sight(word=word, worked=worked, age_s=now - word.time, is_stopped=stopped)
         return seen
@@ -215,8 +217,11 @@ def free_memory() -> int:
     return free
 
 
-def _is_stopped(pid: int) -> bool:
+_GONE = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+
+
+def _status(pid: int) -> str:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return psutil.STATUS_DEAD

@@ -95,6 +95,11 @@ def read_word(memory: mmap.mmap) -> Word:
     )
 
 
+def forget_word(memory: mmap.mmap) -> None:
+    """Leave no word, as before the first one."""
+    _WORD.pack_into(memory, PROGRESS_AT, *[0] * 6)
+
+
 def read_worked(memory: mmap.mmap) -> Worked:
     """The last step that the cell has done, and for how long it computed."""
     step, seconds = _WORKED.unpack_from(memory, WORKED_AT)
