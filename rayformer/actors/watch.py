@@ -20,6 +20,7 @@ from rayformer.events import CellError, JournalEntry
 
 LOOK_EVERY_S = 0.2
 ANSWER_S = 1.0
+START_S = 600.0  # until a process that nothing is seen of counts like the others
 NO_ANSWER = object()
 
 
@@ -42,6 +43,7 @@ class Watch:
         self._crew, self._logs = crew, logs
         self._journal, self._tell, self._stalled = journal, tell, stalled
         self._stalls, self._stragglers = StallJudge(stall_s), StragglerJudge()
+        self._all_seen = time.monotonic()  # when every cell had a process that had come as far as its first word
         self.stalled_since: float | None = None  # Unix time since when the last one had not moved
 
     def start_generation(self) -> None:
@@ -61,7 +63,7 @@ class Watch:
             awaited = _awaited(now)
             if awaited:
                 sights = await self._look()
-                await self._judge(now, {cell: sights[cell] for cell in sights.keys() & awaited}, state)
+                await self._judge(now, {cell: sights[cell] for cell in sights.keys() & awaited}, awaited, state)
 
     async def _look(self) -> dict[str, Sight]:
         sights: dict[str, Sight] = {}
@@ -70,9 +72,14 @@ class Watch:
             sights.update({} if found is NO_ANSWER else found)
         return sights
 
-    async def _judge(self, now: State, sights: Mapping[str, Sight], state: Callable[[], State]) -> None:
+    async def _judge(
+        self, now: State, sights: Mapping[str, Sight], awaited: frozenset[str], state: Callable[[], State]
+    ) -> None:
         seen = {cell: _seen(sight) for cell, sight in sights.items()}
-        if isinstance(now, Draining):  # who works there has its own deadline
+        if seen.keys() == awaited:
+            self._all_seen = time.monotonic()
+        is_starting = time.monotonic() - self._all_seen < START_S and seen.keys() != awaited  # the others wait for it
+        if isinstance(now, Draining) or is_starting:  # who works in Draining has its own deadline
             seen = {cell: sight for cell, sight in seen.items() if sight.is_stopped}
         silent = await self._silent() if self._stalls.is_suspicious(seen) else frozenset()
         stall = self._stalls.judge(seen, silent=silent)
