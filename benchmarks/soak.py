@@ -14,6 +14,7 @@ each kill and each storm, and prints how many kills hit each phase.
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import json
 import os
@@ -116,7 +117,13 @@ class Run:
                 [sys.executable, "-m", "rayformer.cli.main", "train", str(job), "--fresh"],
                 env=environ, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
+        atexit.register(self.end)
         self._seen: dict[int, psutil.Process] = {}
+
+    def end(self) -> None:
+        """Kill the driver, and with it everything of its own Ray."""
+        with suppress(psutil.NoSuchProcess):
+            self.process.kill()
 
     def is_up(self) -> bool:
         """Whether it still runs; remembers the processes that it has now."""
@@ -130,7 +137,7 @@ class Run:
         deadline = time.monotonic() + limit_s
         while self.is_up():
             if time.monotonic() > deadline:
-                self.process.kill()
+                self.end()
                 return None
             time.sleep(0.2)
         return int(self.process.returncode)
