@@ -24,6 +24,7 @@ from rayformer.layout import Cell, Layout
 
 logger = logging.getLogger("rayformer.crew")
 RETRY_S, TRIES = 0.2, 5
+UP_S = 300.0  # seconds that a process may take to come up where there is room for it
 ROOM_S = 3.0  # seconds until a lost cell that finds no place is told
 
 
@@ -224,15 +225,14 @@ class Crew:
 
     async def _settle(self, hand: Hand) -> None:
         """Hear from a new worker on which node it is; its death is told by its tether."""
-        wait_s = self._job.cluster.wait_s
         try:
             told = asyncio.wrap_future(hand.actor.where.remote().future())
-            hand.node, hand.accelerators = await asyncio.wait_for(told, wait_s)
+            hand.node, hand.accelerators = await asyncio.wait_for(told, UP_S)
         except RayError:
             pass
         except TimeoutError:
             raise RunError(
-                f"{hand.name} did not come up within cluster.wait_s={wait_s:g} on the place reserved for it; see what"
+                f"{hand.name} did not come up within {UP_S:g} s on the place that is reserved for it; see what"
                 " ray status says"
             ) from None
 
