@@ -6,7 +6,7 @@ import pytest
 from rayjobs import folder_of, write_job
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 def test_a_job_that_survives_is_told_what_it_survived(standing, start, documents, tmp_path):
     job = write_job(
         tmp_path, "sound", corpus=documents, address=standing.address, steps=100_000, layout={"dp": 2},
@@ -14,7 +14,7 @@ def test_a_job_that_survives_is_told_what_it_survived(standing, start, documents
     )  # fmt: skip
     found = tmp_path / "found.json"
     rehearsal = start("rayformer.cli.main", "rehearse", job, "--json", found)
-    assert rehearsal.finish(220) == 0, rehearsal.output
+    assert rehearsal.finish(260) == 0, rehearsal.output
     lost, micro, dp = "the loss of pp0.dp1.cp0.tp0", "a resume with batch.micro=1", "a resume with layout.dp=1"
     assert rehearsal.output.endswith(f"\nthis job survives: {lost}, {micro}, {dp}\n")
     told = {trial["tried"]: trial["in_words"] for trial in json.loads(found.read_text())["trials"]}
@@ -24,14 +24,14 @@ def test_a_job_that_survives_is_told_what_it_survived(standing, start, documents
     assert not folder_of(job).exists()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(290)
 def test_a_job_whose_first_loss_is_its_end_is_told_the_remedy(standing, start, documents, tmp_path):
     job = write_job(
         tmp_path, "frail", corpus=documents, address=standing.address, batch={"global": 1, "micro": 1, "seq": 16},
         recovery={"max_failures": 0},
     )  # fmt: skip
     rehearsal = start("rayformer.cli.main", "rehearse", job)
-    assert rehearsal.finish(220) == 1, rehearsal.output
+    assert rehearsal.finish(260) == 1, rehearsal.output
     assert "this job survives" not in rehearsal.output
     died = "  | error: the run frail-rehearsal-struck failed: cell pp0.dp0.cp0.tp0 (worker-0000): its process died: "
     assert died in rehearsal.output
