@@ -326,7 +326,8 @@ class Worker:
 
     def _batched(self, events: Iterable[CellEvent], *, reports: bool) -> Iterator[tuple[CellEvent, ...]]:
         """Events in small batches; those that are not sent yet stay in the outbox if something interrupts."""
-        sent = 0.0  # the first is told at once
+        assert self._assignment is not None
+        generation, sent = self._assignment.generation, 0.0  # the first of this generation is told at once
         for event in events:
             if reports or isinstance(event, CellDone):
                 self._outbox.append(event)
@@ -334,7 +335,8 @@ class Worker:
             if self._outbox and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
                 batch, self._outbox = tuple(self._outbox), []
                 yield batch
-                sent = time.monotonic()
+                if batch[-1].generation == generation:  # else it is what the process before this one had not told
+                    sent = time.monotonic()
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
