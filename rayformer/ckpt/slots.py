@@ -5,7 +5,7 @@ it some time, some steps are anchors: the last two of them stay until the next o
 still here when it is needed.
 
 The file is a memfd that a holder owns and the cell maps. It begins with a page of its own (how many slots of what size,
-the cell's progress word and the marks of its faults), then comes the index, which says in model coordinates what lies
+how often they are written, the cell's progress word), then comes the index, which says in model coordinates what lies
 where in a slot, then the slots: a header, some small values, and the payload. A header is not valid while its slot is
 written, and its checksum covers the payload, so that a half-written slot is never taken for a snapshot.
 """
@@ -117,10 +117,6 @@ class SlotFile:
     @cadence.setter
     def cadence(self, cadence: Cadence) -> None:
         _CADENCE.pack_into(self._memory, CADENCE_AT, cadence.every, cadence.anchor_every)
-
-    def holdings(self, snapshot: Snapshot) -> Iterator[Holding[tuple[Snapshot, int]]]:
-        """What ``snapshot`` holds, for ``plan_transfers``; a place is the snapshot and where in its payload."""
-        return holdings_of(self.index_text, snapshot)
 
     def begin(self, step: int) -> int:
         """The slot to write the snapshot of ``step`` into, which is no snapshot from now on.
