@@ -106,9 +106,10 @@ class Run:
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
-        for process in [self._process, *self._process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            for process in [self._process, *self._process.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)

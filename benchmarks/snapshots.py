@@ -40,7 +40,12 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 LAUNCHERS = {"with": "ray", "without": "ray", "torchrun": "torchrun"}
-RECOVERY = {"with": {}, "without": {"snapshot_every": 0, "standbys_per_node": 0, "max_failures": 0}, "torchrun": {}}
+PAUSED = {"stall_s": 3600}  # who was stopped meanwhile is not frozen
+RECOVERY = {
+    "with": PAUSED,
+    "without": {"snapshot_every": 0, "standbys_per_node": 0, "max_failures": 0, **PAUSED},
+    "torchrun": PAUSED,
+}
 
 
 def main() -> None:
@@ -92,6 +97,7 @@ def measure(size: str, slots: int, slot_s: float) -> dict[str, Any]:
         kind: [line["step_s"] for line in of_run[first[kind] :] if line["step_s"] < slot_s / 2]
         for kind, of_run in lines.items()
     }
+    assert all(steps.values()), f"no steps were seen of {[kind for kind, values in steps.items() if not values]}"
     medians = {kind: statistics.median(values) for kind, values in steps.items()}
     taken = [line["phase_s"]["snapshot"] for line in lines["with"][first["with"] :] if "snapshot" in line["phase_s"]]
     return {

@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from rayformer.cell.progress import read_word
-from rayformer.cell.snapshot import map_memory
+from rayformer.ckpt.slots import map_memory
 from rayformer.layout import Layout
 from rayformer.observe.jsonl import read_lines
 

@@ -56,6 +56,10 @@ class CheckpointError(RayformerError):
     """A checkpoint is incomplete, damaged, or does not hold what is asked of it."""
 
 
+class DamagedError(CheckpointError):
+    """The bytes of a checkpoint are not those that were written: reading it again would not help."""
+
+
 class SnapshotError(RayformerError):
     """A snapshot in a holder's memory is gone or not whole; another place may have it."""
 

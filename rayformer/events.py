@@ -47,6 +47,35 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveDue:
+    """The state after ``step`` is pinned in the slots of the cell that says so, and is to be written from there.
+
+    ``report`` is that of the step if it shall be told together with the state's hash.
+    """
+
+    generation: int
+    step: int
+    report: StepReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSkipped:
+    """A checkpoint was due after ``step``, and the one before it was still being written."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed:
+    """A checkpoint could not be written; ``message`` says why. The ones before it are as they were."""
+
+    generation: int
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class CellDone:
     """A cell's program has ended as it should; ``sample`` is text that the trained model wrote, if it is finished."""
 
@@ -57,7 +86,7 @@ class CellDone:
     sample: str | None = None
 
 
-CellEvent = StepReport | CheckpointSaved | CellDone
+CellEvent = StepReport | CheckpointSaved | SaveDue | SaveSkipped | SaveFailed | CellDone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +95,8 @@ class CellError:
 
     ``kind`` ranks the causes: ``node`` (its node is gone), ``died`` (its process), ``raised`` (its own error),
     ``silent`` (it made no progress, or did not answer), ``collateral`` (it lost a peer). A ``final`` error would only
-    come again: it is not repaired.
+    come again: it is not repaired. ``damaged`` is the folder of the checkpoint that is not what was written, if that
+    is the error.
     """
 
     cell: str
@@ -74,6 +104,7 @@ class CellError:
     kind: Literal["node", "died", "raised", "silent", "collateral"]
     message: str
     final: bool = False
+    damaged: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ray.actor import ActorHandle
 
 from rayformer.cell.plan import RunPlan
+from rayformer.ckpt.storage import Folder
 from rayformer.control.restore import Source
 from rayformer.events import StepReport
 
@@ -35,7 +35,7 @@ class Assignment:
     is_copied: bool = False
     step: int = 0
     source: Source = "checkpoint"
-    folder: Path | None = None
+    folder: Folder | None = None
     copies: ActorHandle | None = None
     goes_on: bool = False
 
@@ -45,7 +45,7 @@ class Joined:
     """A cell is ready: where its parameters lie, and what its restoring took.
 
     ``moved_bytes`` are those of masters and moments taken from memory, ``disk_bytes`` from files, ``gather_bytes`` of
-    parameters that it sent to the other replicas.
+    parameters that it sent to the other replicas. ``pinned`` is the step that its slots keep for a checkpoint.
     """
 
     worker: str
@@ -55,6 +55,7 @@ class Joined:
     moved_bytes: int = 0
     disk_bytes: int = 0
     gather_bytes: int = 0
+    pinned: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 

@@ -12,8 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
@@ -25,9 +24,11 @@ from rayformer.actors.crew import Crew, Hand, live_nodes
 from rayformer.actors.incident import Incident
 from rayformer.actors.inflict import Inflictor
 from rayformer.actors.salvage import save_copies
+from rayformer.actors.saves import Saves
 from rayformer.actors.survey import survey
 from rayformer.actors.watch import LOOK_EVERY_S, Watch
 from rayformer.cell.plan import RunPlan
+from rayformer.ckpt.manifest import step_folder
 from rayformer.control.journal import attempt_entry, entry_of
 from rayformer.control.machine import Machine
 from rayformer.control.messages import (
@@ -73,11 +74,22 @@ from rayformer.control.states import (
     Starting,
     State,
 )
-from rayformer.errors import RayformerError, SnapshotError
-from rayformer.events import CellDone, CellError, CellEvent, CheckpointSaved, JournalEntry, StepReport, plain
+from rayformer.errors import DamagedError, RayformerError, SnapshotError
+from rayformer.events import (
+    CellDone,
+    CellError,
+    CellEvent,
+    CheckpointSaved,
+    JournalEntry,
+    SaveDue,
+    SaveFailed,
+    SaveSkipped,
+    StepReport,
+    plain,
+)
 from rayformer.faults.plan import resolve_faults
 from rayformer.observe.display import NoDisplay
-from rayformer.observe.recorder import Recorder
+from rayformer.observe.recorder import Recorder, failed, skipped
 
 FIRST_GENERATION = 1
 LINGER_S = 60.0
@@ -130,7 +142,9 @@ class Controller:
         self._recorder = Recorder(plan.files, attempt=plan.attempt, total_steps=job.run.steps, display=NoDisplay())
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
         self._shown: asyncio.Queue[Shown] = asyncio.Queue()
-        self._crew = Crew(plan, device, self._on_death)
+        self._crew = Crew(plan, device, self._on_death, self._on_rehoused)
+        self._saves = Saves(plan, self._crew, self._on_saved)
+        self._failed_save: SaveFailed | None = None
         self._store: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[str, asyncio.Task[None]] = {}  # in which each cell is
@@ -246,6 +260,7 @@ class Controller:
             self._inbox.put_nowait(PlacementFailed(generation=FIRST_GENERATION, missing=missing))
             return
         self._spawn(self._watch.look_forever(lambda: self._machine.state))
+        self._spawn(self._saves.work())
         if self._inflictor is not None:
             self._spawn(self._watch_faults(self._inflictor))
         self._inbox.put_nowait(Placed(generation=FIRST_GENERATION))
@@ -273,6 +288,7 @@ class Controller:
         )
 
     async def _join_all(self, generation: int, restore: Restore, pause_s: float) -> None:
+        self._saves.went_back(restore.step)
         await asyncio.sleep(pause_s)
         for holder in self._crew.holders.values():
             holder.forget_after.remote(restore.step)
@@ -292,6 +308,8 @@ class Controller:
             return
         if self._incident is not None:
             self._incident.joined(cell, joined)
+        if joined.pinned is not None and cell == self._names[0]:
+            self._saves.found_pinned(generation, joined.pinned)
         member = Member(worker=joined.worker, pid=joined.pid, node=joined.node, param_addr=joined.param_addr)
         self._inbox.put_nowait(CellReady(generation=generation, cell=cell, member=member))
 
@@ -345,7 +363,7 @@ class Controller:
             saved = await asyncio.to_thread(save_copies, self._plan, copies, generation=generation)
             self._recorder.take(saved)
             self._shown.put_nowait(saved)
-            step, path = saved.step, Path(saved.path)
+            step, path = saved.step, self._plan.checkpoints / step_folder(saved.step)
         done = CellDone(
             generation=generation, outcome="stopped", step=step, checkpoint=None if path is None else str(path)
         )
@@ -367,27 +385,69 @@ class Controller:
         self._inbox.put_nowait(event)
 
     def _take(self, cell: str, event: CellEvent) -> None:
-        if isinstance(event, CellDone):
-            self._inbox.put_nowait(CellEnded(generation=event.generation, cell=cell, done=event))
-        if cell != self._names[0]:
+        """Record and show what a cell tells, of all but the first only that it is done."""
+        is_first = cell == self._names[0]
+        match event:
+            case CellDone():
+                if is_first:
+                    self._spawn(self._ended(cell, event))
+                else:
+                    self._inbox.put_nowait(CellEnded(generation=event.generation, cell=cell, done=event))
+            case _ if not is_first:
+                pass
+            case StepReport():
+                self._take_report(event)
+            case SaveDue():
+                self._saves.due(event)
+            case CheckpointSaved():
+                self._checkpoint = event.step, self._plan.checkpoints / step_folder(event.step)
+                self._show(event)
+            case SaveSkipped():
+                self._recorder.take(event)
+                self._shown.put_nowait(Noted(text=skipped(event)))
+            case SaveFailed():
+                self._recorder.take(event)
+                self._shown.put_nowait(Noted(text=failed(event)))
+
+    def _take_report(self, report: StepReport) -> None:
+        if (report.generation, report.step) <= self._told:  # told again by the one that took over
             return
-        if isinstance(event, StepReport):
-            if (event.generation, event.step) <= self._told:  # told again by the one that took over
-                return
-            if event.generation > self._told[0]:  # its first step: now there is time for what is needed next
-                self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
-            self._told = event.generation, event.step
-            self._watch.note_step(event.step_s)
-        if isinstance(event, CheckpointSaved):
-            self._checkpoint = event.step, Path(event.path)
-        self._recorder.take(event)
-        if isinstance(event, StepReport | CheckpointSaved):
-            self._shown.put_nowait(event)
-        if isinstance(event, StepReport) and self._inflictor is not None:
-            self._inflictor.on_step(event.step, event.generation)
-        is_after = isinstance(event, StepReport) and event.generation == self._generation
+        if report.generation > self._told[0]:  # its first step: now there is time for what is needed next
+            self._crew.refill(lambda hand: hand.actor.warm.remote(self._assignment(self._names[0], 0)))
+        self._told = report.generation, report.step
+        self._watch.note_step(report.step_s)
+        self._show(report)
+        if self._inflictor is not None:
+            self._inflictor.on_step(report.step, report.generation)
+        is_after = report.generation == self._generation
         if is_after and self._incident is not None and self._incident.is_repaired:
             self._recovered(self._incident)
+
+    def _show(self, event: StepReport | CheckpointSaved) -> None:
+        self._recorder.take(event)
+        self._shown.put_nowait(event)
+
+    def _on_saved(self, ended: CheckpointSaved | SaveFailed, report: StepReport | None) -> None:
+        """A save has ended; ``report`` is that of its step, if it waited for it."""
+        self._failed_save = ended if isinstance(ended, SaveFailed) else None
+        if report is not None:
+            found = ended.state_hash if isinstance(ended, CheckpointSaved) else None
+            self._take_report(replace(report, state_hash=found))
+        if self._failed_save is not None or ended.step != self._checkpoint[0]:
+            self._take(self._names[0], ended)
+
+    async def _on_rehoused(self) -> None:
+        await self._saves.rehoused()
+
+    async def _ended(self, cell: str, done: CellDone) -> None:
+        """The first cell is done; so is the run when its last checkpoint is written."""
+        await self._saves.settle()
+        lost = self._failed_save
+        if lost is not None and lost.step == done.step:
+            message = f"the checkpoint of step {lost.step} could not be written: {lost.message}"
+            self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=message))
+        else:
+            self._inbox.put_nowait(CellEnded(generation=done.generation, cell=cell, done=done))
 
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
@@ -428,6 +488,9 @@ class Controller:
         if self._crew.owners[cell] is not hand:
             return
         failure = _cell_error(cell, hand, error)
+        if isinstance(getattr(error, "cause", None), DamagedError):
+            assert self._checkpoint[1] is not None
+            failure = replace(failure, damaged=self._checkpoint[1].name)
         if _is_death(error):
             self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
         else:

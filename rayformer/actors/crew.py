@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayformer.actors.holder import Holder
 from rayformer.actors.placement import Placement, cell_resources
+from rayformer.actors.saver import Saver
 from rayformer.actors.worker import Worker
 from rayformer.cell.plan import RunPlan
 from rayformer.errors import RunError
@@ -40,16 +41,26 @@ class Hand:
 
 
 class Crew:
-    """Starts, keeps and replaces workers. ``on_death`` is told the name of a worker whose process is gone, and why."""
+    """Starts, keeps and replaces workers. ``on_death`` is told the name of a worker whose process is gone, and why.
 
-    def __init__(self, plan: RunPlan, device: str, on_death: Callable[[str, RayError], None]) -> None:
+    ``on_rehoused`` is called when cells have taken their snapshots to a new holder.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        device: str,
+        on_death: Callable[[str, RayError], None],
+        on_rehoused: Callable[[], Awaitable[None]],
+    ) -> None:
         job = plan.job
-        self._plan, self._job, self._on_death = plan, job, on_death
+        self._plan, self._job, self._on_death, self._on_rehoused = plan, job, on_death, on_rehoused
         self._layout: Layout = job.layout.degrees
         self._resources = cell_resources(device, self._layout.world)
         self.placement = Placement(self._layout, self._resources, job.run.name, num_spares=job.recovery.spare_bundles)
         self.owners: dict[str, Hand] = {}
         self.holders: dict[str, ActorHandle] = {}
+        self._savers: dict[str, ActorHandle] = {}
         self._standbys: dict[str, list[Hand]] = {}
         self._early: dict[str, Hand] = {}  # by the cell that they are going to own
         self._coming: Counter[str] = Counter()
@@ -107,7 +118,24 @@ class Crew:
         self.hold([node])
         for cell, hand in self.owners.items():
             if hand.node == node:
-                hand.actor.rehouse.remote(cell, self.holders[node])
+                with suppress(RayError):  # its death is told elsewhere
+                    await hand.actor.rehouse.remote(cell, self.holders[node])
+        await self._on_rehoused()
+
+    def saver(self, node: str) -> ActorHandle:
+        """The process that writes the checkpoints of ``node``."""
+        if node not in self._savers:
+            self._savers[node] = (
+                ray.remote(concurrency_groups={"control": 1})(Saver)
+                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                .remote()
+            )
+        return self._savers[node]
+
+    def drop_saver(self, node: str) -> None:
+        """Kill the saver of ``node``; the next one that is asked for is new."""
+        if node in self._savers:
+            ray.kill(self._savers.pop(node))
 
     def owner_of(self, worker: str) -> str | None:
         """The cell that ``worker`` owns."""
@@ -180,7 +208,7 @@ class Crew:
             task.cancel()
         standbys = (hand for hands in self._standbys.values() for hand in hands)
         hands = [*self.owners.values(), *standbys, *self._early.values()]
-        for actor in (*(hand.actor for hand in hands), *self.holders.values()):
+        for actor in (*(hand.actor for hand in hands), *self.holders.values(), *self._savers.values()):
             ray.kill(actor)
         self.placement.remove()
 

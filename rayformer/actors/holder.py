@@ -112,6 +112,20 @@ class Holder:
                 return copy
         return self._copy(cell, step)
 
+    def places(self, cells: list[str]) -> dict[str, Place]:
+        """Where the memory of ``cells`` is. Raises SnapshotError for one that has none here."""
+        with self._lock:
+            for cell in cells:
+                if cell not in self._memory:
+                    raise SnapshotError(f"this node holds no memory of {cell}")
+            return {cell: Place(pid=os.getpid(), descriptor=self._memory[cell][0]) for cell in cells}
+
+    def unpin(self) -> None:
+        """Let every snapshot be written over again: the save that some were pinned for has ended."""
+        for _, memory in list(self._memory.values()):
+            with suppress(ValueError):  # closed meanwhile
+                SlotFile(memory).unpin()
+
     def anchors(self) -> dict[str, int]:
         """The newest anchor in each cell's slots."""
         newest = {}

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -27,6 +28,7 @@ from rayformer.cell.plan import (
     RunPlan,
     data_parallel_width,
     open_run,
+    pass_over,
     plan_run,
 )
 from rayformer.cell.report import report_at_end
@@ -34,13 +36,14 @@ from rayformer.config.cluster import ClusterConfig
 from rayformer.config.job import Job
 from rayformer.control.failure import explain
 from rayformer.data.corpus import corpus_path, open_corpus
-from rayformer.errors import ConfigError, Problem, RunError
+from rayformer.errors import ConfigError, DamagedError, Problem, RunError
 from rayformer.events import CellDone, CheckpointSaved, StepReport, plain
 from rayformer.observe.display import Display, make_display
 from rayformer.observe.metrics import read_metrics
 from rayformer.observe.summary import summary
 
 NAMESPACE = "rayformer"
+NAME_S = 10.0  # until Ray has forgotten an actor that was killed
 SHOW_CURSOR = b"\x1b[?25h"
 # Ray's workers have a lower priority than its own processes unless told otherwise, which costs steps where every core
 # is a cell's; what nobody looks at twice a second need not be reported twice a second.
@@ -59,14 +62,24 @@ def run_job(job: Job, *, fresh: bool, allowed: Collection[str], out: TextIO) -> 
         with open_run(plan):
             return _ended(plan, plan.done_before, out)
     with _connected(job) as dashboard:
-        _refuse_live(job.run.name)
-        plan = plan or plan_run(job, dp=_auto_width(job), fresh=fresh, allowed=allowed)
-        _refuse_too_few_devices(job, plan.job.layout.degrees.world)
-        with open_run(plan):
-            if plan.done_before is not None:
-                return _ended(plan, plan.done_before, out)
-            _prepare_corpus(plan)
-            return _run(plan, dashboard, out)
+        while True:
+            _refuse_live(job.run.name)
+            plan = plan or plan_run(job, dp=_auto_width(job), fresh=fresh, allowed=allowed)
+            _refuse_too_few_devices(job, plan.job.layout.degrees.world)
+            try:
+                return _run_plan(plan, dashboard, out)
+            except DamagedError as error:
+                out.write(f"{error}\n")
+            plan, fresh = plan_run(job, dp=plan.job.layout.degrees.dp, fresh=False, allowed=allowed), False
+
+
+def _run_plan(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
+    """Raises DamagedError if the checkpoint that it would go on from is not whole, and is none from now on."""
+    with open_run(plan):
+        if plan.done_before is not None:
+            return _ended(plan, plan.done_before, out)
+        _prepare_corpus(plan)
+        return _run(plan, dashboard, out)
 
 
 def _auto_width(job: Job) -> int:
@@ -137,11 +150,24 @@ def _run(plan: RunPlan, dashboard: str | None, out: TextIO) -> int:
         raise
     finally:
         display.close()
-        ray.kill(controller)
+        _end(controller, job.run.name)
     if ended.done is None:
+        damaged = next((error for error in ended.errors if error.damaged), None)
+        if damaged is not None and pass_over(plan, damaged.damaged):
+            raise DamagedError(f"passed over {damaged.damaged}, which is not whole: {damaged.message}")
         places = f"  logs: {plan.files.logs}\n  report: {report_at_end(plan.files)}"
         raise RunError(f"the run {job.run.name} failed: {explain(ended.errors)}\n{places}")
     return _ended(plan, ended.done, out)
+
+
+def _end(controller: ActorHandle, run: str) -> None:
+    """Kill the controller, and return when its name is free."""
+    ray.kill(controller)
+    until = time.monotonic() + NAME_S
+    with suppress(ValueError):
+        while time.monotonic() < until:
+            ray.get_actor(_controller_name(run))
+            time.sleep(0.02)
 
 
 def _refuse_live(run: str) -> None:

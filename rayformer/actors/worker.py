@@ -32,11 +32,11 @@ from rayformer.cell.loop import train
 from rayformer.cell.process import prepare_process
 from rayformer.cell.progress import NoProgress, Progress, ProgressWord
 from rayformer.cell.rehearsal import rehearse
-from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
-from rayformer.cell.state import load_checkpoint
-from rayformer.ckpt.slots import PAGE
+from rayformer.cell.snapshot import Snapshots, restore, slot_bytes
+from rayformer.cell.state import load_checkpoint, load_weights
+from rayformer.ckpt.slots import PAGE, map_memory
 from rayformer.errors import CollectiveError
-from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport, plain
+from rayformer.events import CellDone, CellEvent, CheckpointSaved, SaveDue, StepReport, plain
 from rayformer.faults.marks import Marks
 from rayformer.faults.plan import resolve_faults
 from rayformer.faults.wrap import FaultyProgress
@@ -117,6 +117,7 @@ class Worker:
                 should_stop=self._stop_asked.is_set,
                 snapshots=self._snapshots,
                 progress=self._progress,
+                is_given_up=lambda: self._aborted >= generation,
                 goes_on=assignment.goes_on,
             )
             try:
@@ -209,6 +210,7 @@ class Worker:
             self._snapshots.take()  # so that a failure before the first step's snapshot finds one
         seconds["restore"] = time.perf_counter() - before
         logger.info("is at step %d; seconds: %s", assignment.step, seconds)
+        pinned = () if self._snapshots is None else self._snapshots.file.pinned()
         return Joined(
             worker=self._name,
             pid=os.getpid(),
@@ -217,6 +219,7 @@ class Worker:
             moved_bytes=moved,
             disk_bytes=from_disk,
             gather_bytes=cell.groups.dp.sent_bytes["all_gather"] - sent,
+            pinned=max(pinned, default=None),
             seconds=seconds,
         )
 
@@ -248,6 +251,8 @@ class Worker:
                 if assignment.folder is not None:
                     load_checkpoint(cell, assignment.folder)
                     return 0, sum(4 * shard.value.numel() for shard in cell.optimizer.owned_state())
+                if assignment.plan.init_from is not None:
+                    load_weights(cell, assignment.plan.init_from)
                 return 0, 0  # the initial state
 
     def _build(self, assignment: Assignment) -> Cell:
@@ -331,7 +336,8 @@ class Worker:
         for event in events:
             if reports or isinstance(event, CellDone):
                 self._outbox.append(event)
-            durable = isinstance(event, CheckpointSaved | CellDone)  # what led there must not get lost from now on
+            # What led to a checkpoint, or to the end, must not get lost from then on.
+            durable = isinstance(event, CheckpointSaved | SaveDue | CellDone)
             if self._outbox and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
                 batch, self._outbox = tuple(self._outbox), []
                 yield batch

@@ -31,15 +31,17 @@ from rayformer.cell.plan import (
     RunPlan,
     data_parallel_width,
     open_run,
+    pass_over,
     plan_run,
 )
 from rayformer.cell.problems import job_problems
 from rayformer.cell.process import prepare_process
 from rayformer.cell.report import report_at_end
-from rayformer.cell.state import load_checkpoint
+from rayformer.cell.state import load_checkpoint, load_weights
+from rayformer.ckpt.storage import Folder
 from rayformer.config.job import Job
 from rayformer.config.load import load_job
-from rayformer.errors import CollectiveError, ConfigError, Problem, RayformerError
+from rayformer.errors import CollectiveError, ConfigError, DamagedError, Problem, RayformerError
 from rayformer.events import CellDone, CellError, JournalEntry, plain
 from rayformer.groups import Groups, StoreClients
 from rayformer.observe.display import make_display
@@ -203,10 +205,22 @@ def _cell(plan: RunPlan, place: Place, device: torch.device) -> Iterator[Cell]:
     try:
         cell = build_cell(job, groups, corpus_cache=plan.files.corpus_cache, base_dir=plan.base_dir)
         if plan.start_from is not None:
-            load_checkpoint(cell, plan.start_from)
+            _load(cell, plan, plan.start_from)
+        elif plan.init_from is not None:
+            load_weights(cell, plan.init_from)
         yield cell
     finally:
         groups.close()
+
+
+def _load(cell: Cell, plan: RunPlan, folder: Folder) -> None:
+    try:
+        load_checkpoint(cell, folder)
+    except DamagedError as error:
+        if pass_over(plan, folder.name):
+            message = f"{error}; it is no checkpoint from now on, give the command again to go on from an older one"
+            raise DamagedError(message) from None
+        raise
 
 
 class _StopFlag:

@@ -15,8 +15,9 @@ from rayformer.cell.snapshot import Snapshots
 from rayformer.cell.state import save_checkpoint
 from rayformer.cell.step import StepRunner
 from rayformer.ckpt.manifest import MANIFEST, read_manifest, step_folder
+from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.errors import RunError
-from rayformer.events import CellDone, CellEvent, CheckpointSaved, StepReport
+from rayformer.events import CellDone, CellEvent, CheckpointSaved, SaveDue, SaveFailed, SaveSkipped, StepReport
 
 MAX_SKIPPED = 10
 STEPS_UNTIL_SETTLED = 5  # the first are slower, and first copies touch new memory
@@ -26,23 +27,26 @@ MOST_TOLD = 50  # names in an error
 def train(
     cell: Cell,
     *,
-    checkpoints: Path,
+    checkpoints: Path | Folder,
     until: int,
     should_stop: Callable[[], bool],
     snapshots: Snapshots | None = None,
     progress: Progress | None = None,
+    is_given_up: Callable[[], bool] = bool,
     goes_on: bool = False,
 ) -> Iterator[CellEvent]:
     """Run the steps after the cell's position up to ``until``, with the evaluations and checkpoints of the job.
 
-    ``should_stop`` is asked once a step, before the vote; if it says so on any cell, all stop after that step with a
-    checkpoint. ``goes_on`` says that an earlier generation did the last step, and may have been broken off before its
-    evaluation, its checkpoint or its report were done: what is missing of them is done first. Ends with CellDone.
+    With ``snapshots`` a checkpoint is pinned in them, and SaveDue says so; without, the cells write it before they go
+    on. ``should_stop`` is asked once a step, before the vote; if it says so on any cell, all stop after that step with
+    a checkpoint. A wait for the checkpoint before ends when the generation ``is_given_up``. ``goes_on`` says that an
+    earlier generation did the last step, and may have been broken off before its evaluation, its checkpoint or its
+    report were done: what is missing of them is done first. Ends with CellDone.
     Raises RunError after ten steps in a row whose gradient was not finite.
     """
     job, position = cell.job, cell.position
     runner = StepRunner(cell, progress)
-    after = _AfterStep(cell, runner, checkpoints, progress or NoProgress())
+    after = _AfterStep(cell, runner, folder_at(checkpoints), progress or NoProgress(), snapshots, is_given_up)
     generation, flops = cell.groups.generation, flops_per_token(job.model, job.batch.seq)
     if position.step == until or (goes_on and position.step > 0):
         yield from after.events(last=position.step == until, goes_on=goes_on)
@@ -54,7 +58,7 @@ def train(
         batch_size = job.batch.size_after(position.consumed_samples)
         lr = runner.next_lr()
         measured = runner.begin(step, position.consumed_samples)
-        vote = runner.vote(stop=should_stop())
+        vote = runner.vote(stop=should_stop(), busy=snapshots is not None and snapshots.is_pinned)
         runner.finish(measured, lr)
         position.report = StepReport(
             generation=generation,
@@ -77,7 +81,7 @@ def train(
             if step == settled:  # on every cell, also where another interval was agreed on before
                 snapshots.agree(position.report.step_s)
         last = step == until or vote.stop
-        for event in after.events(last=last):
+        for event in after.events(last=last, busy=vote.busy):
             started = time.monotonic()  # what it costs to hand over the report belongs to the next step
             yield event
         if last:
@@ -92,31 +96,66 @@ def train(
 class _AfterStep:
     """What follows an update: evaluation, checkpoint and report, each where it is due."""
 
-    def __init__(self, cell: Cell, runner: StepRunner, checkpoints: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        runner: StepRunner,
+        checkpoints: Folder,
+        progress: Progress,
+        snapshots: Snapshots | None,
+        is_given_up: Callable[[], bool],
+    ) -> None:
         self._cell, self._runner, self._checkpoints, self._progress = cell, runner, checkpoints, progress
+        self._snapshots, self._is_given_up = snapshots, is_given_up
 
-    def events(self, *, last: bool, goes_on: bool = False) -> Iterator[CellEvent]:
-        """Evaluate and save as is due after the cell's position, then report it; the last step also ends the run."""
+    def events(self, *, last: bool, busy: bool = False, goes_on: bool = False) -> Iterator[CellEvent]:
+        """Evaluate and save as is due after the cell's position, then report it; the last step also ends the run.
+
+        ``busy`` says that the checkpoint before is not written yet on some cell.
+        """
         cell, job, position = self._cell, self._cell.job, self._cell.position
-        step = position.step
+        step, generation = position.step, cell.groups.generation
         evaluates = step > 0 and (step == job.run.steps or (job.eval.every > 0 and step % job.eval.every == 0))
         saves = last or (step > 0 and job.checkpoint.every > 0 and step % job.checkpoint.every == 0)
+        skips = saves and busy and not last and job.checkpoint.busy == "skip"
         eval_loss = self._runner.evaluate(job.eval.batches) if evaluates and (position.report or goes_on) else None
-        saved = self._save(goes_on) if saves else None
-        if position.report is not None:
-            yield replace(position.report, eval_loss=eval_loss, state_hash=saved.state_hash if saved else None)
-            position.report = None
-        if saved is not None:
-            yield saved
+        report = None if position.report is None else replace(position.report, eval_loss=eval_loss)
+        told: Iterator[CellEvent] = iter(())
+        if skips:
+            told = iter([SaveSkipped(generation=generation, step=step)])
+        elif saves:
+            report, told = self._save(report, last, goes_on)
+        if report is not None:
+            yield report
+        position.report = None
+        yield from told
         if last:
-            assert saved is not None
-            yield _done(cell, step, saved)
+            yield _done(cell, step, self._checkpoints / step_folder(step))
 
-    def _save(self, goes_on: bool) -> CheckpointSaved:
-        cell, step = self._cell, self._cell.position.step
+    def _save(
+        self, report: StepReport | None, last: bool, goes_on: bool
+    ) -> tuple[StepReport | None, Iterator[CellEvent]]:
+        """Save the state as it is; what is to be told before of the step, and what of the saving.
+
+        The last step's report waits for its hash.
+        """
+        step = self._cell.position.step
         self._progress.at("save", step)
+        if self._snapshots is not None:
+            self._snapshots.pin(self._is_given_up)
+            due = SaveDue(generation=self._cell.groups.generation, step=step, report=report if last else None)
+            return None if last else report, iter([due])
+        saved = self._save_here(goes_on)
+        if isinstance(saved, SaveFailed):
+            if last:
+                raise RunError(f"the checkpoint of step {step} could not be written: {saved.message}")
+            return report, iter([saved])
+        return None if report is None else replace(report, state_hash=saved.state_hash), iter([saved])
+
+    def _save_here(self, goes_on: bool) -> CheckpointSaved | SaveFailed:
+        cell, step = self._cell, self._cell.position.step
         folder = self._checkpoints / step_folder(step)
-        if goes_on and any(cell.groups.world.gather_values((folder / MANIFEST).exists())):
+        if goes_on and any(cell.groups.world.gather_values(folder.size(MANIFEST) is not None)):
             found = read_manifest(folder)  # the generation before this one got that far
             return CheckpointSaved(
                 generation=cell.groups.generation,
@@ -125,13 +164,7 @@ class _AfterStep:
                 state_hash=found.state_hash,
                 seconds=0.0,
             )
-        return save_checkpoint(
-            cell,
-            self._checkpoints,
-            step=step,
-            consumed_samples=cell.position.consumed_samples,
-            keep=cell.job.checkpoint.keep,
-        )
+        return save_checkpoint(cell, self._checkpoints, step=step, consumed_samples=cell.position.consumed_samples)
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -139,7 +172,7 @@ def _some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:MOST_TOLD])}{more}"
 
 
-def _done(cell: Cell, step: int, saved: CheckpointSaved) -> CellDone:
+def _done(cell: Cell, step: int, checkpoint: Folder) -> CellDone:
     finished = step == cell.job.run.steps
     cell.optimizer.await_parameters()
     writes = finished and cell.groups.cell.dp == 0
@@ -147,6 +180,6 @@ def _done(cell: Cell, step: int, saved: CheckpointSaved) -> CellDone:
         generation=cell.groups.generation,
         outcome="finished" if finished else "stopped",
         step=step,
-        checkpoint=saved.path,
+        checkpoint=str(checkpoint),
         sample=sample_text(cell) if writes else None,
     )

@@ -9,19 +9,24 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rayformer.ckpt.manifest import Manifest, find_checkpoints, read_manifest
+from rayformer.ckpt.manifest import Manifest, check_files, find_checkpoints, read_manifest
+from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.config.job import Job, resolve
 from rayformer.config.resume import resume_problems
-from rayformer.errors import CheckpointError, Problem
+from rayformer.errors import CheckpointError, DamagedError, Problem
 from rayformer.observe.rundir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The checkpoint a run goes on from; both are None for a first start."""
+    """The checkpoint a run goes on from; both are None for a first start.
 
-    folder: Path | None = None
+    ``damaged`` tells of newer ones that are not whole.
+    """
+
+    folder: Folder | None = None
     manifest: Manifest | None = None
+    damaged: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -52,11 +57,11 @@ def run_folder(job: Job) -> RunDir:
     return RunDir(Path(job.run.dir).expanduser().absolute() / job.run.name)
 
 
-def checkpoint_folder(job: Job) -> Path:
-    """Where the checkpoints of a job lie."""
+def checkpoint_folder(job: Job) -> Folder:
+    """Where the checkpoints of a job lie. Raises CheckpointError for a URI that is none."""
     if job.checkpoint.dir == "auto":
-        return run_folder(job).checkpoints
-    return Path(job.checkpoint.dir).expanduser().absolute()
+        return folder_at(run_folder(job).checkpoints)
+    return folder_at(job.checkpoint.dir)
 
 
 def starts_anew(job: Job, *, fresh: bool) -> bool:
@@ -65,20 +70,41 @@ def starts_anew(job: Job, *, fresh: bool) -> bool:
 
 
 def find_origin(job: Job, *, fresh: bool) -> Origin:
-    """Where ``job`` starts from. Raises CheckpointError if that can't be read, or is another run's."""
+    """Where ``job`` starts from: with auto the newest checkpoint that is whole, as far as is seen without reading it.
+
+    Raises CheckpointError if none can be read, or it is another run's.
+    """
     if starts_anew(job, fresh=fresh):
         return Origin()
     if job.checkpoint.resume != "auto":
-        folder = Path(job.checkpoint.resume).expanduser().absolute()
-        return Origin(folder=folder, manifest=read_manifest(folder))
+        folder = folder_at(job.checkpoint.resume)
+        return Origin(folder=folder, manifest=_of_run(folder, read_manifest(folder)))
     found = find_checkpoints(checkpoint_folder(job))
-    if not found:
-        return Origin()
-    manifest = read_manifest(found[0])
+    damaged: list[str] = []
+    for folder in found:
+        try:
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
+        except DamagedError as error:
+            damaged.append(str(error))
+            continue
+        _check_owner(folder, _of_run(folder, manifest), job)
+        return Origin(folder=folder, manifest=manifest, damaged=tuple(damaged))
+    if damaged:
+        raise CheckpointError(f"none of its {len(found)} checkpoints is whole: {damaged[0]}")
+    return Origin()
+
+
+def _of_run(folder: Folder, manifest: Manifest) -> Manifest:
+    if "optim" not in manifest.job:
+        raise CheckpointError(f"{folder} holds weights that were imported, and no run; name it in checkpoint.init_from")
+    return manifest
+
+
+def _check_owner(folder: Folder, manifest: Manifest, job: Job) -> None:
     owner = manifest.job["run"]["name"]
     if owner != job.run.name:
         raise CheckpointError(
-            f"{found[0]} is a checkpoint of the run {owner!r}, not of {job.run.name!r}; give each run its own"
+            f"{folder} is a checkpoint of the run {owner!r}, not of {job.run.name!r}; give each run its own"
             f" checkpoint.dir, or name that checkpoint in checkpoint.resume to branch off"
         )
-    return Origin(folder=found[0], manifest=manifest)

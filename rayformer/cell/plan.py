@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, starts_anew
-from rayformer.ckpt.manifest import find_checkpoints
+from rayformer.ckpt.initial import absolute, copy_companions
+from rayformer.ckpt.manifest import MANIFEST, find_checkpoints
+from rayformer.ckpt.storage import Folder, LocalFolder, folder_at
 from rayformer.config.job import Job
 from rayformer.config.keys import is_key, nearest_key
 from rayformer.config.rules import batch_problems
@@ -25,15 +28,18 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_JOB, EXIT_STOPPED, EXIT_ABORTED = 0, 1, 2, 
 class RunPlan:
     """A resolved job and where it starts from. ``until`` is the last step of this attempt.
 
+    ``init_from`` names the weights of a first start, if they are not drawn.
+
     Relative data paths start from ``base_dir``. ``go_on`` says how to go on if this attempt stops before the last step.
     """
 
     job: Job
     run_dir: Path
-    checkpoints: Path
+    checkpoints: Folder
     base_dir: Path
     attempt: int
-    start_from: Path | None
+    start_from: Folder | None
+    init_from: str | None
     done_steps: int
     consumed_samples: int
     until: int
@@ -100,6 +106,7 @@ def plan_run(job: Job, *, dp: int, fresh: bool, allowed: Collection[str]) -> Run
         base_dir=Path.cwd(),
         attempt=1 if anew else run_folder(job).next_attempt(),
         start_from=origin.folder,
+        init_from=absolute(job.checkpoint.init_from) if job.checkpoint.init_from and origin.folder is None else None,
         done_steps=origin.step,
         consumed_samples=origin.manifest.consumed_samples if origin.manifest else 0,
         until=resolved.run.steps if stop_at is None else stop_at,
@@ -115,20 +122,44 @@ def open_run(plan: RunPlan) -> Iterator[None]:
 
     Raises RunError if another driver has them.
     """
-    files, elsewhere = plan.files, plan.checkpoints != plan.files.checkpoints
+    files, elsewhere = plan.files, plan.checkpoints != folder_at(plan.files.checkpoints)
     if plan.anew:
         files.set_aside()
-        if elsewhere and find_checkpoints(plan.checkpoints):
-            RunDir(plan.checkpoints).set_aside()
+        if elsewhere:
+            _set_aside(plan.checkpoints)
     with ExitStack() as held:
         held.enter_context(files.lock())
-        if elsewhere:
-            held.enter_context(RunDir(plan.checkpoints).lock())
+        if elsewhere and isinstance(plan.checkpoints, LocalFolder):  # a store has no locks
+            held.enter_context(RunDir(plan.checkpoints.path).lock())
         if plan.job.checkpoint.resume == "auto" and _origin(plan.job, fresh=plan.anew).folder != plan.start_from:
             raise RunError(f"{plan.checkpoints} has changed since this run was planned; give the same command again")
         files.create()
+        if plan.init_from is not None:
+            copy_companions(plan.init_from, plan.checkpoints)
         files.job_yaml.write_text(yaml.safe_dump(plan.job.dump(), sort_keys=False), encoding="utf-8")
         yield
+
+
+def pass_over(plan: RunPlan, name: str) -> bool:
+    """Make the damaged checkpoint ``name`` none from now on, if the run may go on from another one."""
+    if plan.job.checkpoint.resume != "auto":
+        return False
+    with suppress(OSError, CheckpointError):
+        (plan.checkpoints / name).rename(MANIFEST, f"{MANIFEST}.damaged")
+        return True
+    return False
+
+
+def _set_aside(directory: Folder) -> None:
+    """Make what is there no checkpoints of this run; where a folder can be renamed, all of it at once."""
+    found = find_checkpoints(directory)
+    if not found:
+        return
+    if isinstance(directory, LocalFolder):
+        RunDir(directory.path).set_aside()
+        return
+    for folder in found:
+        folder.rename(MANIFEST, f"{MANIFEST}.before-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
 
 
 def _origin(job: Job, fresh: bool) -> Origin:
@@ -151,6 +182,8 @@ def _go_on(job: Job, anew: bool) -> str:
 
 def _notes(asked: Job, job: Job, origin: Origin) -> Iterator[str]:
     virtual_ranks, manifest = job.batch.num_virtual_ranks, origin.manifest
+    for damage in origin.damaged:
+        yield f"passed over a checkpoint that is not whole: {damage}"
     if manifest is not None:
         yield f"goes on after step {manifest.step} of {origin.folder}"
         if virtual_ranks != manifest.virtual_ranks:
@@ -160,5 +193,7 @@ def _notes(asked: Job, job: Job, origin: Origin) -> Iterator[str]:
             )
     elif asked.batch.virtual_ranks not in ("auto", virtual_ranks):
         yield f"virtual_ranks is {virtual_ranks}, not {asked.batch.virtual_ranks}: every replica needs at least one"
+    if manifest is None and job.checkpoint.init_from is not None:
+        yield f"starts from the weights of {job.checkpoint.init_from}"
     if not job.precision.deterministic:
         yield "precision.deterministic is off: the bits of two runs may differ"

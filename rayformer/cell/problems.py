@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
+from rayformer.ckpt import initial
+from rayformer.ckpt.storage import LocalFolder
 from rayformer.config.job import Job
 from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
@@ -36,20 +38,36 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
     )
     yield from _folder("run.dir", job.run.dir, run_folder(job).path)
     origin = Origin()
-    if "://" in job.checkpoint.dir:
-        rule = "only folders are possible so far"
-        yield Problem(keys={"checkpoint.dir": job.checkpoint.dir}, rule=rule, fix="name a folder that every node sees")
+    try:
+        directory = checkpoint_folder(job)
+        if job.checkpoint.dir != "auto" and isinstance(directory, LocalFolder):
+            yield from _folder("checkpoint.dir", job.checkpoint.dir, directory.path)
+        directory.names()
+    except CheckpointError as error:
+        fix = "name a folder that every node sees, or a URI of pyarrow.fs such as s3://bucket/runs"
+        yield Problem(keys={"checkpoint.dir": job.checkpoint.dir}, rule=str(error), fix=fix)
     else:
-        if job.checkpoint.dir != "auto":
-            yield from _folder("checkpoint.dir", job.checkpoint.dir, checkpoint_folder(job))
         try:
             origin = find_origin(job, fresh=fresh)
         except CheckpointError as error:
             yield Problem(
                 keys={"checkpoint.resume": job.checkpoint.resume}, rule=str(error), fix="or use auto, never or --fresh"
             )
+    if job.checkpoint.init_from is not None and origin.folder is None:
+        yield from _initial(job, job.checkpoint.init_from)
     known = origin.manifest is not None and job.layout.dp != "auto"
     yield from batch_problems(origin.resolve(job, dp=job.layout.dp) if known else job)
+
+
+def _initial(job: Job, where: str) -> Iterator[Problem]:
+    """Whether there are weights of this model to start from."""
+    try:
+        for key, asked, found in initial.differences(where, job.dump()["model"]):
+            rule = f"the weights of checkpoint.init_from={where} are of a model with {found!r}"
+            yield Problem(keys={f"model.{key}": asked}, rule=rule, fix="set it to that, or start from others")
+    except CheckpointError as error:
+        fix = "name hf:FOLDER of a Hugging Face model, or a checkpoint"
+        yield Problem(keys={"checkpoint.init_from": where}, rule=str(error), fix=fix)
 
 
 def _stages(job: Job) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rayformer.ckpt.manifest import find_checkpoints, read_manifest
+from rayformer.ckpt.storage import folder_at
 from rayformer.config.job import Job
 from rayformer.errors import CheckpointError, ConfigError
 from rayformer.observe.report.bars import Pipeline
@@ -65,7 +66,7 @@ def pipeline_of(job: Job) -> Pipeline | None:
 
 def _environment(files: RunDir, job: Job) -> Mapping[str, Any]:
     """That of the newest checkpoint, if there is one that can be read."""
-    folder = files.checkpoints if job.checkpoint.dir == "auto" else Path(job.checkpoint.dir).expanduser()
+    folder = folder_at(files.checkpoints if job.checkpoint.dir == "auto" else job.checkpoint.dir)
     with suppress(CheckpointError, OSError):
         for found in find_checkpoints(folder)[:1]:
             return read_manifest(found).environment

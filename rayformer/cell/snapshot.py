@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +14,7 @@ import torch
 from rayformer.cell.build import Cell
 from rayformer.ckpt.slots import (
     NUM_ANCHORS,
+    NUM_PINNED,
     NUM_RECENT,
     Cadence,
     IndexEntry,
@@ -24,11 +23,13 @@ from rayformer.ckpt.slots import (
     dump_index,
     holdings_of,
 )
+from rayformer.errors import CollectiveError
 from rayformer.events import StepReport, plain
 from rayformer.optim.scaler import LossScale
 from rayformer.shards import plan_transfers
 
 SHARE = 0.01  # of a step, for snapshots
+LOOK_EVERY_S = 0.005  # whether the checkpoint before is written
 ANCHOR_S, COPIED_BYTES_PER_S = 2.0, 50e6  # between two anchors there is time to make a copy on another node
 
 
@@ -40,15 +41,6 @@ def slot_index(cell: Cell) -> list[IndexEntry]:
 def slot_bytes(cell: Cell, *, is_copied: bool) -> int:
     """The size of the file that holds the slots of ``cell``; more of them where another node makes copies."""
     return SlotFile.bytes_needed(_payload_bytes(cell), len(dump_index(slot_index(cell))), _num_slots(is_copied))
-
-
-def map_memory(path: Path) -> mmap.mmap:
-    """The memory of ``path``, such as /proc/PID/fd/N; it stays as long as somebody maps it."""
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(descriptor, 0)
-    finally:
-        os.close(descriptor)
 
 
 class Snapshots:
@@ -108,11 +100,31 @@ class Snapshots:
             "consumed_samples": position.consumed_samples,
             "skipped_in_row": position.skipped_in_row,
             "report": None if position.report is None else plain(position.report),
+            "samples": None if cell.training is None else cell.training.num_samples,
             **self._more(),
         }
         is_anchor = self.cadence.is_anchor(position.step)
         file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra, is_anchor=is_anchor)
         self.seconds = time.perf_counter() - started
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a checkpoint is still being written from here."""
+        return bool(self.file.pinned())
+
+    def pin(self, is_given_up: Callable[[], bool]) -> None:
+        """Keep the state as it is now for a checkpoint, once the one before it is written.
+
+        Raises CollectiveError if the generation ``is_given_up`` meanwhile.
+        """
+        step = self._cell.position.step
+        while any(pinned != step for pinned in self.file.pinned()):
+            if is_given_up():
+                raise CollectiveError("the generation was given up while a checkpoint was written")
+            time.sleep(LOOK_EVERY_S)
+        if not self.file.pin(step):
+            self.take()
+            self.file.pin(step)
 
     def agree(self, step_s: float) -> None:
         """Choose the cadence, with all cells, now that a step of ``step_s`` and a snapshot have been seen.
@@ -156,7 +168,7 @@ def restore(cell: Cell, snapshots: Iterable[tuple[bytes, Snapshot]]) -> int:
 
 
 def _num_slots(is_copied: bool) -> int:
-    return NUM_RECENT - 1 + NUM_ANCHORS if is_copied else NUM_RECENT
+    return NUM_RECENT + NUM_PINNED + (NUM_ANCHORS if is_copied else 0)
 
 
 def _payload_bytes(cell: Cell) -> int:

@@ -32,9 +32,10 @@ _REDUCTIONS_IN_FLIGHT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """What all cells agreed on: whether any of them was asked to stop."""
+    """What all cells agreed on: whether any was asked to stop, or is busy with the checkpoint before."""
 
     stop: bool
+    busy: bool = False
 
 
 class StepRunner:
@@ -96,15 +97,15 @@ class StepRunner:
         """The own shard of the summed gradient, one per owned bucket, between ``begin`` and ``finish``."""
         return [self._shards[i] for i in range(len(self._cell.parameters.plan.owned))]
 
-    def vote(self, *, stop: bool) -> Vote:
+    def vote(self, *, stop: bool, busy: bool = False) -> Vote:
         """Meet every cell of the run; returns when all have come this far."""
         self._progress.at("vote", self._step)
         with self._timed("communication"):
-            ballot = torch.tensor([1.0, float(stop)], dtype=torch.float64, device=self._groups.device)
+            ballot = torch.tensor([1.0, float(stop), float(busy)], dtype=torch.float64, device=self._groups.device)
             self._groups.world.all_reduce(ballot).wait()
-            present, stops = ballot.tolist()
+            present, stops, busies = ballot.tolist()
         assert present == self._groups.world.size
-        return Vote(stop=stops > 0)
+        return Vote(stop=stops > 0, busy=busies > 0)
 
     def finish(self, measured: Measured, lr: float) -> None:
         """Clip, update and start to gather, unless the gradient was not finite."""

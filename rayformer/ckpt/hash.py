@@ -8,7 +8,9 @@ hash of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,27 +18,75 @@ import xxhash
 
 from rayformer.shards import Box
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 14  # elements: what is worked on stays in the second cache
+_C1, _C2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def box_hash(tensor: str, box: Box, shape: Sequence[int], values: npt.NDArray[np.generic]) -> int:
     """The part of the hash that comes from ``values``, which fill ``box`` of the global ``tensor`` of ``shape``."""
     assert values.shape == box.shape, f"{values.shape} values for {box}"
     key = np.uint64(xxhash.xxh3_64_intdigest(tensor.encode()))
-    index = np.zeros((1,) * len(shape), dtype=np.uint64)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        steps = np.arange(box.lo[dim], box.hi[dim], dtype=np.uint64) * np.uint64(stride)
-        index = index + steps.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        stride *= shape[dim]
-    flat_index = np.broadcast_to(index, box.shape).reshape(-1)
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
-    total = 0
-    for start in range(0, bits.size, _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        mixed = _mix(_mix(flat_index[chunk] ^ key) ^ bits[chunk].astype(np.uint64))
-        total += int(mixed.sum(dtype=np.uint64))
-    return total % 2**64
+    hasher = _Hasher(key)
+    at = 0
+    for start, length in _runs(box, shape):
+        hasher.add(bits[at : at + length], start)
+        at += length
+    return hasher.total
+
+
+class _Hasher:
+    """Adds up runs of elements whose indexes follow each other, in memory that is used again and again.
+
+    Short runs are gathered, so that numpy has something to do at a time.
+    """
+
+    def __init__(self, key: np.uint64) -> None:
+        self._key = key
+        self._index, self._mixed, self._spare = (np.empty(_CHUNK, dtype=np.uint64) for _ in range(3))
+        self._bits = np.empty(_CHUNK, dtype=np.uint64)
+        self._count = np.arange(_CHUNK, dtype=np.uint64)
+        self._sum, self._filled = 0, 0
+
+    def add(self, bits: npt.NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Add elements with the row-major indexes from ``start`` on."""
+        while bits.size:
+            num = min(bits.size, _CHUNK - self._filled)
+            to = slice(self._filled, self._filled + num)
+            np.add(self._count[:num], np.uint64(start), out=self._index[to])
+            self._bits[to] = bits[:num]
+            self._filled += num
+            if self._filled == _CHUNK:
+                self._flush()
+            bits, start = bits[num:], start + num
+
+    @property
+    def total(self) -> int:
+        self._flush()
+        return self._sum % 2**64
+
+    def _flush(self) -> None:
+        filled = slice(0, self._filled)
+        z, spare = self._mixed[filled], self._spare[filled]
+        np.bitwise_xor(self._index[filled], self._key, out=z)
+        _mix(z, spare)
+        np.bitwise_xor(z, self._bits[filled], out=z)
+        _mix(z, spare)
+        self._sum += int(z.sum(dtype=np.uint64))
+        self._filled = 0
+
+
+def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The runs of elements of ``box`` whose row-major indexes in a tensor of ``shape`` follow each other."""
+    last = max((dim for dim, n in enumerate(shape) if box.shape[dim] != n), default=0)  # dims after it are whole
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = prod(box.shape[last:])
+    if length == 0:
+        return
+    base = sum(lo * stride for lo, stride in zip(box.lo, strides))
+    for at in np.ndindex(*box.shape[:last]):
+        yield base + sum(i * stride for i, stride in zip(at, strides)), length
 
 
 def shown(state_hash: int) -> str:
@@ -44,7 +94,13 @@ def shown(state_hash: int) -> str:
     return f"{state_hash % 2**64:016x}"
 
 
-def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mix(z: npt.NDArray[np.uint64], spare: npt.NDArray[np.uint64]) -> None:
+    """The finalizer of splitmix64, in place."""
+    np.right_shift(z, _S1, out=spare)
+    np.bitwise_xor(z, spare, out=z)
+    np.multiply(z, _C1, out=z)
+    np.right_shift(z, _S2, out=spare)
+    np.bitwise_xor(z, spare, out=z)
+    np.multiply(z, _C2, out=z)
+    np.right_shift(z, _S3, out=spare)
+    np.bitwise_xor(z, spare, out=z)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rayformer.ckpt.hash import box_hash, shown
 from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, find_checkpoints, read_manifest
 from rayformer.ckpt.reader import read_shard
+from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.errors import CheckpointError
 from rayformer.shards import CoverageError, plan_transfers, whole
 
@@ -28,13 +29,14 @@ class Difference:
     second: str
 
 
-def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest in a folder of them, or in that of a run.
+def resolve_checkpoint(where: str | Path | Folder) -> Folder:
+    """The checkpoint that ``where`` means: itself, or the newest in a folder of them, or in that of a run.
 
     Raises CheckpointError if there is none.
     """
+    path = folder_at(where)
     for folder in (path, path / "checkpoints"):
-        if (folder / MANIFEST).is_file():
+        if folder.size(MANIFEST) is not None:
             return folder
         if found := find_checkpoints(folder):
             return found[0]
@@ -46,7 +48,7 @@ def num_bytes(manifest: Manifest) -> int:
     return sum(shard.num_bytes for shard in manifest.shards)
 
 
-def problems(folder: Path, manifest: Manifest, *, on_bytes: Callable[[int], None]) -> Iterator[str]:
+def problems(folder: Path | Folder, manifest: Manifest, *, on_bytes: Callable[[int], None]) -> Iterator[str]:
     """Everything that is wrong with a checkpoint: bytes that changed, holes, and a hash that is not the manifest's.
 
     ``on_bytes`` is told of the bytes of every shard that was read.
@@ -64,12 +66,12 @@ def problems(folder: Path, manifest: Manifest, *, on_bytes: Callable[[int], None
         yield f"{folder}: its manifest has the state hash {manifest.state_hash}, and its files {shown(total)}"
 
 
-def state_hash(folder: Path, manifest: Manifest, *, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+def state_hash(folder: Path | Folder, manifest: Manifest, *, on_bytes: Callable[[int], None] = lambda _: None) -> str:
     """The state hash, computed from the files. Raises CheckpointError for bytes that changed."""
     return shown(sum(_tensor_hashes(folder, manifest, on_bytes).values()))
 
 
-def differences(first: Path, second: Path) -> Iterator[Difference]:
+def differences(first: Path | Folder, second: Path | Folder) -> Iterator[Difference]:
     """What two checkpoints don't share: keys of their manifests, and tensors with other elements."""
     manifests = read_manifest(first), read_manifest(second)
     for key in ("step", "consumed_samples", "layout", "virtual_ranks", "order", "state_hash", "environment"):
@@ -93,7 +95,7 @@ def _told(tensor: str, shapes: Mapping[str, tuple[int, ...]], hashes: Mapping[st
     return f"{list(shapes[tensor])} {shown(hashes[tensor])}" if tensor in shapes else "none"
 
 
-def _tensor_hashes(folder: Path, manifest: Manifest, on_bytes: Callable[[int], None]) -> dict[str, int]:
+def _tensor_hashes(folder: Path | Folder, manifest: Manifest, on_bytes: Callable[[int], None]) -> dict[str, int]:
     hashes: defaultdict[str, int] = defaultdict(int)
     for shard in _in_place(manifest):
         hashes[shard.tensor] += _hash(shard, read_shard(folder, shard))
@@ -101,7 +103,7 @@ def _tensor_hashes(folder: Path, manifest: Manifest, on_bytes: Callable[[int], N
     return hashes
 
 
-def _holes(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _holes(folder: Path | Folder, manifest: Manifest) -> Iterator[str]:
     """Tensors of which elements are held twice or not at all."""
     holdings = defaultdict(list)
     for holding in manifest.holdings():

@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rayformer.errors import CheckpointError
+from rayformer.ckpt.storage import Folder, folder_at
+from rayformer.errors import CheckpointError, DamagedError
 from rayformer.shards import Box, Holding
 
 FORMAT = 1
@@ -98,15 +99,18 @@ class Manifest:
         return json.dumps(head, indent=1)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | Folder) -> Manifest:
     """The manifest in ``folder``. Raises CheckpointError if it is missing, damaged, or of another format."""
-    path = folder / MANIFEST
+    folder = folder_at(folder)
+    path = f"{folder}/{MANIFEST}"
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(folder.read(MANIFEST).decode())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: there is no {MANIFEST}, so this is no checkpoint; name another one") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: it can't be read ({error}); use an older checkpoint") from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: it is no JSON ({error}); use an older checkpoint") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r}; use the rayformer that wrote it")
@@ -126,10 +130,23 @@ def read_manifest(folder: Path) -> Manifest:
             ],
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: it lacks or misstates {error}; use an older checkpoint") from None
+        raise DamagedError(f"{path}: it lacks or misstates {error}; use an older checkpoint") from None
 
 
-def _shard(path: Path, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
+def check_files(folder: Folder, manifest: Manifest) -> None:
+    """See that every file is there and long enough, without reading it. Raises DamagedError naming one that is not."""
+    needed: dict[str, int] = {}
+    for shard in manifest.shards:
+        needed[shard.file] = max(needed.get(shard.file, 0), shard.offset + shard.num_bytes)
+    for file, num_bytes in needed.items():
+        found = folder.size(file)
+        if found is None:
+            raise DamagedError(f"{folder}/{file}: it is missing; use an older checkpoint")
+        if found < num_bytes:
+            raise DamagedError(f"{folder}/{file}: it has {found} of {num_bytes} bytes; use an older checkpoint")
+
+
+def _shard(path: str, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
     file = PurePosixPath(shard["file"])
     if len(file.parts) != 1 or file.name in ("", ".", ".."):
         raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
@@ -144,15 +161,18 @@ def step_folder(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: Path | Folder) -> int:
     """The step that a folder is named after."""
     return int(folder.name.removeprefix("step-"))
 
 
-def find_checkpoints(directory: Path) -> list[Path]:
+def step_folders(directory: Path | Folder) -> list[Folder]:
+    """The folders in ``directory`` that are named after a step, with a manifest or without, the newest first."""
+    directory = folder_at(directory)
+    named = [directory / name for name in directory.names() if re.fullmatch(r"step-\d{9,}", name)]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def find_checkpoints(directory: Path | Folder) -> list[Folder]:
     """The folders in ``directory`` that have a manifest, the newest first."""
-    if not directory.is_dir():
-        return []
-    named = [path for path in directory.iterdir() if re.fullmatch(r"step-\d{9,}", path.name)]
-    found = [path for path in named if (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of, reverse=True)
+    return [folder for folder in step_folders(directory) if folder.size(MANIFEST) is not None]

@@ -2,7 +2,7 @@
 
 The newest are there for the loss of a process, which is noticed at once. Where another node keeps copies, which takes
 it some time, some steps are anchors: the last two of them stay until the next one, so that a step that was copied is
-still here when it is needed.
+still here when it is needed. One snapshot may be pinned: it stays as it is until a checkpoint of it is written.
 
 The file is a memfd that a holder owns and the cell maps. It begins with a page of its own (how many slots of what size,
 how often they are written, the cell's progress word), then comes the index, which says in model coordinates what lies
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,14 @@ from rayformer.errors import SnapshotError
 from rayformer.shards import Box, Holding
 
 PAGE = 4096
-NUM_RECENT, NUM_ANCHORS = 3, 2
+NUM_RECENT, NUM_ANCHORS, NUM_PINNED = 2, 2, 1
 EXTRA_BYTES = 256 * 1024
 _MAGIC = b"rfslots1"
 _FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
 _CADENCE = struct.Struct("<QQ")  # steps between snapshots, and between anchors
 _SLOT = struct.Struct("<QQQQQQQ")  # valid, generation, step, anchor, xxh3 of payload, bytes of small values, their xxh3
 CADENCE_AT, PROGRESS_AT, WORKED_AT = 512, 1024, 2048  # in the first page
+_PIN_AT = 512  # in a slot's first page: 1 if it is pinned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class SlotFile:
         self._memory[PAGE : PAGE + len(text)] = text
         self.cadence = cadence
         for slot in range(num_slots):
-            self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+            self._invalidate(slot)
 
     @property
     def is_prepared(self) -> bool:
@@ -121,16 +124,35 @@ class SlotFile:
     def begin(self, step: int) -> int:
         """The slot to write the snapshot of ``step`` into, which is no snapshot from now on.
 
-        It is the oldest that is none of the last two anchors.
+        It is the oldest that is neither pinned nor one of the last two anchors.
         """
         headers = [self._header(slot) for slot in self._slots]
         free = [slot for slot, (valid, *_) in enumerate(headers) if not valid]
         same = [slot for slot, header in enumerate(headers) if header[0] and header[2] == step]
         by_age = sorted(self._slots, key=lambda slot: headers[slot][2])
         kept = [slot for slot in by_age if headers[slot][3]][-NUM_ANCHORS:]
+        kept += [slot for slot in self._slots if self._is_pinned(slot)]
         slot = (same or free or [slot for slot in by_age if slot not in kept])[0]
-        self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+        self._invalidate(slot)
         return slot
+
+    def pin(self, step: int) -> bool:
+        """Keep the snapshot of ``step`` as it is until ``unpin``; whether there is one."""
+        for slot in self._slots:
+            valid, _, found, *_ = self._header(slot)
+            if valid and found == step:
+                self._set_pin(slot, 1)
+                return True
+        return False
+
+    def unpin(self) -> None:
+        """Let all snapshots be written over again."""
+        for slot in self._slots:
+            self._set_pin(slot, 0)
+
+    def pinned(self) -> tuple[int, ...]:
+        """The steps whose snapshots are pinned."""
+        return tuple(self._header(slot)[2] for slot in self._slots if self._is_pinned(slot) and self._header(slot)[0])
 
     def payload(self, slot: int) -> memoryview:
         """The memory of a slot's payload, to be written between ``begin`` and ``commit``."""
@@ -155,7 +177,7 @@ class SlotFile:
         for slot in self._slots:
             valid, _, found, *_ = self._header(slot)
             if valid and found > step:
-                self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+                self._invalidate(slot)
 
     def steps(self) -> dict[int, int]:
         """The generation of every step that some slot says it holds; nothing is verified."""
@@ -183,6 +205,17 @@ class SlotFile:
                 return Snapshot(step=step, generation=generation, extra=json.loads(text), payload=values)
         raise SnapshotError(f"the slots hold no whole snapshot of step {step}, but of {sorted(self.steps())}")
 
+    def _invalidate(self, slot: int) -> None:
+        self._memory[self._slot_at(slot) : self._slot_at(slot) + 8] = bytes(8)
+        self._set_pin(slot, 0)
+
+    def _is_pinned(self, slot: int) -> bool:
+        return any(self._memory[self._slot_at(slot) + _PIN_AT : self._slot_at(slot) + _PIN_AT + 8])
+
+    def _set_pin(self, slot: int, pin: int) -> None:
+        at = self._slot_at(slot) + _PIN_AT
+        self._memory[at : at + 8] = pin.to_bytes(8, "little")
+
     @property
     def _head(self) -> tuple[Any, ...]:
         return _FILE.unpack_from(self._memory)
@@ -203,13 +236,30 @@ class SlotFile:
         return int(PAGE + _up(index_bytes) + slot * (PAGE + EXTRA_BYTES + _up(payload_bytes)))
 
 
+def load_index(text: bytes) -> list[IndexEntry]:
+    """The inverse of ``dump_index``."""
+    return [
+        IndexEntry(tensor=tensor, box=Box(lo=tuple(lo), hi=tuple(hi)), start=start)
+        for tensor, lo, hi, start in json.loads(text)
+    ]
+
+
+def map_memory(path: Path) -> mmap.mmap:
+    """The memory of ``path``, such as /proc/PID/fd/N; it stays as long as somebody maps it."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
 def dump_index(index: Sequence[IndexEntry]) -> bytes:
     return json.dumps([[e.tensor, e.box.lo, e.box.hi, e.start] for e in index]).encode()
 
 
 def holdings_of(index_text: bytes, snapshot: Snapshot) -> Iterator[Holding[tuple[Snapshot, int]]]:
-    for tensor, lo, hi, start in json.loads(index_text):
-        yield Holding(tensor=tensor, box=Box(lo=tuple(lo), hi=tuple(hi)), place=(snapshot, start))
+    for entry in load_index(index_text):
+        yield Holding(tensor=entry.tensor, box=entry.box, place=(snapshot, entry.start))
 
 
 def _up(number: int) -> int:

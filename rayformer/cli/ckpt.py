@@ -1,4 +1,4 @@
-"""``rayformer ckpt``: look at checkpoints, verify them, compare two, and drop old ones."""
+"""``rayformer ckpt``: look at checkpoints, verify and compare them, drop old ones, take weights in and out."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
+from math import prod
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from rayformer.cell.plan import EXIT_FAILED, EXIT_FINISHED
 from rayformer.ckpt import inspect
+from rayformer.ckpt.hf import convert
+from rayformer.ckpt.hf.weights import PREFIX, HFWeights
 from rayformer.ckpt.manifest import Manifest, find_checkpoints, read_manifest
+from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.ckpt.writer import prune
 from rayformer.cli.columns import columns
-from rayformer.errors import CheckpointError
+from rayformer.errors import CheckpointError, ConfigError, Problem
+from rayformer.shards import KINDS
 
 app = typer.Typer(help="Look at checkpoints, verify them, compare two, drop old ones.", no_args_is_help=True)
 
-Where = Annotated[Path, typer.Argument(help="A checkpoint, a folder of them, or a run's folder: then the newest.")]
-Folder = Annotated[Path, typer.Argument(help="A folder of checkpoints, or a run's.")]
+Where = Annotated[str, typer.Argument(help="A checkpoint, a folder of them, or a run's folder: then the newest.")]
+Several = Annotated[str, typer.Argument(help="A folder of checkpoints, or a run's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def ls(where: Folder, as_json: AsJson = False) -> None:
+def ls(where: Several, as_json: AsJson = False) -> None:
     """List checkpoints, the newest first."""
-    rows = [_row(folder, read_manifest(folder)) for folder in _all(where)]
+    rows = [_row(folder, read_manifest(folder)) for folder in find_checkpoints(_directory(where))]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -120,26 +125,71 @@ def diff(first: Where, second: Where, as_json: AsJson = False) -> None:
     raise typer.Exit(EXIT_FAILED if found else EXIT_FINISHED)
 
 
+@app.command("export")
+def export_command(
+    where: Where,
+    target: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write, empty or new.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; the one that the run computed in unless told.")
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(metavar="N", help="How large a file may be, unless one tensor is larger.", min=1)
+    ] = convert.MAX_SHARD_BYTES,
+) -> None:
+    """Write the weights of a checkpoint as transformers loads them: safetensors, config.json, the tokenizer's files."""
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ConfigError(
+            [Problem(keys={"--dtype": dtype}, rule="there is no such dtype", fix="use fp32, bf16 or fp16")]
+        )
+    folder, to = inspect.resolve_checkpoint(where), folder_at(target)
+    if to.names():
+        raise ConfigError([Problem(keys={"DIR": target}, rule="it is not empty", fix="name a folder that is")])
+    manifest = read_manifest(folder)
+    with _progress("exporting", inspect.num_bytes(manifest) // len(KINDS)) as on_bytes:
+        total = convert.export(folder, manifest, to, dtype=dtype, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes)
+    print(f"{to}: {_size(total)} of weights of step {manifest.step}")
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[str, typer.Argument(metavar="HF", help="The folder of a Hugging Face model.")],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder to write the checkpoint of step 0 into.")],
+) -> None:
+    """Write Hugging Face weights as a checkpoint to start from, and print the model section that belongs to them."""
+    weights = HFWeights(source.removeprefix(PREFIX))
+    to = folder_at(directory)
+    if find_checkpoints(to):
+        rule = "there are checkpoints in it"
+        raise ConfigError([Problem(keys={"DIR": directory}, rule=rule, fix="name another folder")])
+    with _progress("importing", 4 * sum(prod(shape) for shape in weights.shapes.values())) as on_bytes:
+        folder = convert.import_weights(weights, to, on_bytes=on_bytes)
+    section = weights.model.model_dump(by_alias=True, exclude_defaults=True)
+    print(yaml.safe_dump({"model": section, "checkpoint": {"init_from": str(folder)}}, sort_keys=False), end="")
+
+
 @app.command("prune")
 def prune_command(
-    where: Folder,
+    where: Several,
     keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest stay.", min=1)],
+    keep_every: Annotated[int, typer.Option(metavar="N", help="Those of every so many steps stay too.", min=0)] = 0,
 ) -> None:
     """Drop all but the newest checkpoints."""
-    found = _all(where)
-    prune(found[0].parent, keep)
-    left = find_checkpoints(found[0].parent)
+    directory = _directory(where)
+    found = find_checkpoints(directory)
+    prune(directory, keep=keep, keep_every=keep_every)
+    left = find_checkpoints(directory)
     print(f"dropped {len(found) - len(left)} of {len(found)}; the newest is {left[0]}")
 
 
-def _all(where: Path) -> list[Path]:
-    for folder in (where, where / "checkpoints"):
-        if found := find_checkpoints(folder):
-            return found
+def _directory(where: str) -> Folder:
+    path = folder_at(where)
+    for folder in (path, path / "checkpoints"):
+        if find_checkpoints(folder):
+            return folder
     raise CheckpointError(f"{where}: there are no checkpoints; name a folder of them, or the folder of a run")
 
 
-def _row(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def _row(folder: Folder, manifest: Manifest) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "step": manifest.step,

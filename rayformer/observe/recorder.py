@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayformer.events import CellDone, CellEvent, CheckpointSaved, JournalEntry, StepReport
+from rayformer.events import (
+    CellDone,
+    CellEvent,
+    CheckpointSaved,
+    JournalEntry,
+    SaveDue,
+    SaveFailed,
+    SaveSkipped,
+    StepReport,
+)
 from rayformer.observe.display import Display
 from rayformer.observe.journal import Journal
 from rayformer.observe.metrics import MetricsFile
@@ -31,9 +40,24 @@ class Recorder:
                 self._metrics.write(event)
                 self.display.step(event, self._total_steps)
             case CheckpointSaved():
-                values = {"step": event.step, "path": event.path, "seconds": event.seconds}
+                values = {
+                    "step": event.step,
+                    "path": event.path,
+                    "seconds": event.seconds,
+                    "state_hash": event.state_hash,
+                }
                 self._journal.write(JournalEntry(kind="saved", generation=event.generation, values=values))
                 self.display.saved(event)
+            case SaveSkipped(step=step):
+                values = {"step": step}
+                self._journal.write(JournalEntry(kind="save_skipped", generation=event.generation, values=values))
+                self.display.note(skipped(event))
+            case SaveFailed(step=step, message=message):
+                values = {"step": step, "message": message}
+                self._journal.write(JournalEntry(kind="save_failed", generation=event.generation, values=values))
+                self.display.note(failed(event))
+            case SaveDue():
+                pass  # it is told when it is done
             case CellDone():
                 values = {"outcome": event.outcome, "step": event.step}
                 self._journal.write(JournalEntry(kind="done", generation=event.generation, values=values))
@@ -47,3 +71,13 @@ class Recorder:
         self.display.close()
         self._metrics.close()
         self._journal.close()
+
+
+def skipped(event: SaveSkipped) -> str:
+    """In words."""
+    return f"no checkpoint of step {event.step}: the one before it is still being written (checkpoint.busy is skip)"
+
+
+def failed(event: SaveFailed) -> str:
+    """In words."""
+    return f"the checkpoint of step {event.step} could not be written: {event.message}; training goes on"

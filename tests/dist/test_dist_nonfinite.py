@@ -268,7 +268,7 @@ def scaled_steps(member, tree, folder, steps, done, save):
             found.append((str(measured.loss), str(measured.norm), asdict(cell.optimizer.loss_scale)))
         cell.optimizer.await_parameters()
         if save:
-            save_checkpoint(cell, Path(folder), step=len(steps), consumed_samples=SAMPLES * len(steps), keep=0)
+            save_checkpoint(cell, Path(folder), step=len(steps), consumed_samples=SAMPLES * len(steps))
         return found, state_hash(cell)
 
 

@@ -61,7 +61,7 @@ def train_own(member, tree, folder, steps, checkpoints=None, done=0):
             load_checkpoint(cell, Path(checkpoints) / step_folder(done))
         curve = advance(cell, steps, done=done)
         if checkpoints and not done:
-            save_checkpoint(cell, Path(checkpoints), step=steps, consumed_samples=8 * steps, keep=0)
+            save_checkpoint(cell, Path(checkpoints), step=steps, consumed_samples=8 * steps)
         return curve, state_hash(cell)
 
 

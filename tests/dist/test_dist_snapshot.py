@@ -10,10 +10,10 @@ import pytest
 from cells import SMALL_BUCKETS, advance, job_tree, open_cell, the_same_on_all, world_of
 
 from rayformer.cell.progress import ProgressWord, read_word
-from rayformer.cell.snapshot import Snapshots, map_memory, restore, slot_bytes
+from rayformer.cell.snapshot import Snapshots, restore, slot_bytes
+from rayformer.ckpt.slots import SlotFile, map_memory
 from rayformer.cell.state import state_hash
 from rayformer.cell.step import StepRunner
-from rayformer.ckpt.slots import SlotFile
 
 
 def own_file(folder, member):

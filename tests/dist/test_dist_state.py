@@ -10,6 +10,7 @@ import torch
 from cells import SMALL_BUCKETS, advance, job_tree, open_cell, the_same_on_all, train_curve, train_events, world_of
 
 from rayformer.cell.state import load_checkpoint, save_checkpoint, state_hash
+from rayformer.ckpt.storage import folder_at
 from rayformer.ckpt.manifest import find_checkpoints, read_manifest, step_folder
 from rayformer.errors import CheckpointError
 
@@ -45,7 +46,7 @@ def save_after(member, tree, folder, steps):
     """Train and save; returns the curve and the hash."""
     with open_cell(member, tree, bucket_elements=SMALL_BUCKETS) as cell:
         curve = advance(cell, steps)
-        saved = save_checkpoint(cell, Path(folder), step=steps, consumed_samples=8 * steps, keep=0)
+        saved = save_checkpoint(cell, Path(folder), step=steps, consumed_samples=8 * steps)
         return curve, saved.state_hash
 
 
@@ -133,7 +134,7 @@ def copy_checkpoint(member, tree, source, target):
     """Load step 6 from one folder and save it to another; the hash that was saved."""
     with open_cell(member, tree) as cell:
         load_checkpoint(cell, Path(source) / step_folder(6))
-        return save_checkpoint(cell, Path(target), step=6, consumed_samples=48, keep=0).state_hash
+        return save_checkpoint(cell, Path(target), step=6, consumed_samples=48).state_hash
 
 
 def test_short_script_without_rayformer_recomputes_the_hash(saved):
@@ -167,7 +168,7 @@ def test_flipped_byte_is_refused_with_the_name_of_its_file(run_cells, corpus, sa
 
 def test_folder_without_manifest_is_no_checkpoint(run_cells, corpus, saved, tmp_path):
     folder = copied(saved[0] / step_folder(6), tmp_path / step_folder(6))
-    assert find_checkpoints(tmp_path) == [folder]
+    assert find_checkpoints(tmp_path) == [folder_at(folder)]
     (folder / "manifest.json").unlink()
     assert find_checkpoints(tmp_path) == []
     (message,) = run_cells(1, load_error, job_tree(corpus, batch=VIRTUAL), str(folder))

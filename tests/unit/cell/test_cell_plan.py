@@ -8,6 +8,7 @@ import pytest
 from rayformer.cell.plan import data_parallel_width, open_run, plan_run
 from rayformer.cell.problems import job_problems
 from rayformer.ckpt.manifest import Manifest, find_checkpoints, step_folder
+from rayformer.ckpt.storage import folder_at
 from rayformer.ckpt.writer import commit, prune
 from rayformer.config.job import resolve
 from rayformer.config.load import job_from_tree
@@ -50,7 +51,7 @@ def checkpoint(job, step, *, dp=1, folder=None):
         state_hash="0" * 16,
         shards=[],
     )
-    commit(folder, manifest)
+    commit(folder_at(folder.parent), folder_at(folder), manifest)
     return folder
 
 
@@ -72,7 +73,7 @@ def test_a_first_start_begins_with_nothing():
 def test_a_run_goes_on_from_its_newest_checkpoint():
     for step in (5, 10):
         checkpoint(job_of(), step)
-    assert plan(job_of()).start_from == Path("runs/r/checkpoints/step-000000010").absolute()
+    assert plan(job_of()).start_from == folder_at("runs/r/checkpoints/step-000000010")
     assert plan(job_of()).done_steps == 10
     assert plan(job_of(), fresh=True).start_from is None
     assert plan(job_of(checkpoint__resume="never")).done_steps == 0
@@ -100,7 +101,7 @@ def test_a_checkpoint_of_another_run_is_taken_only_if_it_is_named(tmp_path):
     line = told(lambda: plan(job_of(checkpoint__dir=str(shared))))
     assert "'other'" in line and "'r'" in line
     branch = plan(job_of(checkpoint__resume=str(folder)))
-    assert (branch.start_from, branch.done_steps) == (folder, 5)
+    assert (branch.start_from, branch.done_steps) == (folder_at(folder), 5)
     assert "checkpoint.resume=auto" in branch.go_on
 
 
@@ -154,7 +155,7 @@ def test_going_back_makes_later_checkpoints_void_when_the_first_new_one_exists()
     with open_run(plan(job_of(checkpoint__resume="runs/r/checkpoints/../checkpoints/step-000000005"))):
         assert find_checkpoints(Path("runs/r/checkpoints"))[0].name == "step-000000015"
     newest = checkpoint(job_of(), 6)
-    prune(newest.parent, 2)
+    prune(folder_at(newest.parent), keep=2)
     assert [folder.name for folder in find_checkpoints(newest.parent)] == ["step-000000006", "step-000000005"]
     assert (newest.parent / "step-000000015" / "manifest.json.superseded").exists()  # not deleted
 

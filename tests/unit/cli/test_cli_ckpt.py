@@ -9,6 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "ckpt"))
 from test_ckpt_inspect import write
 
+from rayformer.ckpt.manifest import find_checkpoints
 from rayformer.cli.main import main
 
 
@@ -47,7 +48,7 @@ def test_verify_and_hash(run, capsys):
     told = capsys.readouterr().out
     assert main(["ckpt", "hash", str(newest)]) == 0
     assert capsys.readouterr().out.strip() in told and str(newest) in told
-    file = newest / "a.safetensors"
+    file = newest / "a-0000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert main(["ckpt", "verify", str(run)]) == 1
     assert capsys.readouterr().err.startswith(f"error: {file}: the ")
@@ -66,7 +67,8 @@ def test_diff_tells_by_its_status(run, capsys):
 def test_prune_keeps_the_newest(run, capsys):
     assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
     assert capsys.readouterr().out.startswith("dropped 1 of 2")
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000000009"]
+    assert [path.name for path in find_checkpoints(run / "checkpoints")] == ["step-000000009"]
+    assert not (run / "checkpoints" / "step-000000007").exists()
 
 
 @pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["hash"], ["prune", "--keep", "1"]])

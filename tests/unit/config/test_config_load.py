@@ -227,6 +227,7 @@ FREE_TEXT = {
     "data.tokenizer",
     "checkpoint.dir",
     "checkpoint.resume",
+    "checkpoint.init_from",
     "cluster.address",
     "layout.stages",
 }

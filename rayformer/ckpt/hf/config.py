@@ -1,0 +1,243 @@
+"""``config.json`` and the ``model`` section of a job: two ways to say the same of a model of one of the families.
+
+Whatever one side says that the other can't is refused, by name. The keys are those of transformers 5; older files,
+which have rope_theta and rope_scaling at the top, are read too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from rayformer.config.model import ModelConfig
+from rayformer.errors import CheckpointError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+_GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+_MISSING = object()
+
+
+def model_section(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The ``model`` section of the model that ``config`` describes. Raises CheckpointError for what we have not."""
+    family = family_of(config, where=where)
+    section = _gpt2_section(config) if family == "gpt2" else _rope_section(config, family, where)
+    for key, value, wanted in _unsupported(config, family):
+        raise CheckpointError(f"{where}: {key} is {value!r}, and only {wanted} is possible here")
+    return ModelConfig.model_validate(section).model_dump(by_alias=True)
+
+
+def family_of(config: Mapping[str, Any], *, where: str) -> Family:
+    """Which of the families a ``config`` is of."""
+    found = config.get("model_type")
+    if found not in FAMILIES:
+        raise CheckpointError(f"{where}: model_type is {found!r}; the families are {', '.join(FAMILIES)}")
+    return FAMILIES[FAMILIES.index(found)]
+
+
+def hf_config(model: ModelConfig, *, dtype: str, seq: int, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of ``model``, its weights in ``dtype``.
+
+    What ``model`` does not say (ids of special tokens, the longest sequence) is taken from ``base``, the config that it
+    was imported with, if that is of the same model; else ``seq`` is the longest sequence. Raises CheckpointError if
+    the model is of no family.
+    """
+    family = _family(model, base.get("model_type"))
+    if family == "gpt2":
+        own = _gpt2_config(model)
+        own |= {"n_positions": model.max_positions}
+    else:
+        own = _rope_config(model, family)
+        own |= {"max_position_embeddings": base.get("max_position_embeddings", seq)}
+    defaults = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
+    kept = {key: value for key, value in base.items() if key not in ("torch_dtype", "rope_theta", "rope_scaling")}
+    return {
+        **defaults,
+        **(kept if base.get("model_type") == family else {}),
+        **own,
+        "architectures": [_CLASSES[family]],
+        "model_type": family,
+        "vocab_size": model.vocab,
+        "tie_word_embeddings": model.tie_embeddings,
+        "dtype": dtype,
+    }
+
+
+def _family(model: ModelConfig, wanted: object) -> Family:
+    """The family that ``model`` is of; ``wanted`` decides where it could be two."""
+    if model.position == "learned":
+        needed = {"norm": "layernorm", "bias": True, "qk_norm": False, "head_dim": model.hidden // model.heads}
+        found = {"norm": model.norm, "bias": model.bias, "qk_norm": model.qk_norm, "head_dim": model.width}
+        needed |= {"kv_heads": model.heads, "activation": model.activation}
+        found |= {"kv_heads": model.num_kv_heads, "activation": model.activation}
+        if model.activation not in _GPT2_ACTIVATIONS.values():
+            needed["activation"] = "gelu_tanh"
+        _refuse_differences(found, needed, "gpt2, the family with learned positions,")
+        return "gpt2"
+    needed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+    found = {key: getattr(model, key) for key in needed}
+    _refuse_differences(found, needed, "llama, mistral, qwen2 or qwen3")
+    if model.qk_norm:
+        _refuse_differences(
+            {"bias": model.bias, "qkv_bias": model.qkv_bias}, {"bias": False, "qkv_bias": False}, "qwen3"
+        )
+        return "qwen3"
+    if model.bias:
+        return "llama"
+    if model.qkv_bias:
+        _refuse_differences({"head_dim": model.width}, {"head_dim": model.hidden // model.heads}, "qwen2")
+        return "qwen2"
+    return "mistral" if wanted == "mistral" else "llama"
+
+
+def _refuse_differences(found: Mapping[str, object], needed: Mapping[str, object], family: str) -> None:
+    for key, value in needed.items():
+        if found[key] != value:
+            raise CheckpointError(
+                f"model.{key} is {found[key]!r}, and {family} has {value!r}: transformers has no such model, so that"
+                " it can't be exported"
+            )
+
+
+def _rope_section(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    rope = {
+        "rope_type": "default",
+        "rope_theta": config.get("rope_theta", 10000.0),
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
+    bias = {"bias": bool(config.get("attention_bias"))} if family == "llama" else {"qkv_bias": family == "qwen2"}
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn": config["intermediate_size"],
+        "vocab": config["vocab_size"],
+        "norm": "rmsnorm",
+        "norm_eps": float(config["rms_norm_eps"]),
+        "activation": "swiglu",
+        "position": "rope",
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _rope_scaling(rope, where),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "qk_norm": family == "qwen3",
+        **bias,
+    }
+
+
+def _rope_scaling(rope: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    match rope.get("rope_type", rope.get("type")):
+        case "default":
+            return None
+        case "linear":
+            return {"kind": "linear", "factor": float(rope["factor"])}
+        case "llama3":
+            return {
+                "kind": "llama3",
+                "factor": float(rope["factor"]),
+                "low_freq_factor": float(rope["low_freq_factor"]),
+                "high_freq_factor": float(rope["high_freq_factor"]),
+                "original_positions": rope["original_max_position_embeddings"],
+            }
+        case found:
+            raise CheckpointError(f"{where}: rope_type is {found!r}; default, linear and llama3 are possible here")
+
+
+def _gpt2_section(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "layers": config["n_layer"],
+        "hidden": config["n_embd"],
+        "heads": config["n_head"],
+        "ffn": config.get("n_inner") or 4 * config["n_embd"],
+        "vocab": config["vocab_size"],
+        "norm": "layernorm",
+        "norm_eps": float(config["layer_norm_epsilon"]),
+        "activation": _GPT2_ACTIVATIONS.get(config["activation_function"], config["activation_function"]),
+        "position": "learned",
+        "max_positions": config["n_positions"],
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "bias": True,
+    }
+
+
+def _unsupported(config: Mapping[str, Any], family: Family) -> Iterator[tuple[str, object, str]]:
+    """Keys whose value means a model that we have not: what was found, and what is possible."""
+    wanted: dict[str, object] = {"hidden_act": "silu"}
+    if family == "gpt2":
+        wanted = {
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        }
+        found = config["activation_function"]
+        if found not in _GPT2_ACTIVATIONS:
+            yield "activation_function", found, " or ".join(_GPT2_ACTIVATIONS)
+    elif family == "llama":
+        wanted |= {"mlp_bias": bool(config.get("attention_bias"))}
+    elif family == "qwen3":
+        wanted |= {"attention_bias": False, "use_sliding_window": False}
+    elif family == "qwen2":
+        wanted |= {"use_sliding_window": False}
+    for key, value in wanted.items():
+        found = config.get(key, value)
+        if found != value:
+            yield key, found, repr(value)
+
+
+def _rope_config(model: ModelConfig, family: Family) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        rope |= {"rope_type": model.rope_scaling.kind, "factor": model.rope_scaling.factor}
+        if model.rope_scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": model.rope_scaling.low_freq_factor,
+                "high_freq_factor": model.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": model.rope_scaling.original_positions,
+            }
+    config: dict[str, Any] = {
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "rope_parameters": rope,
+        "attention_dropout": model.attention_dropout,
+    }
+    if family != "qwen2":
+        config["head_dim"] = model.width
+    if family == "llama":
+        config |= {"attention_bias": model.bias, "mlp_bias": model.bias}
+    elif family == "mistral":
+        config["sliding_window"] = None
+    elif family == "qwen3":
+        config |= {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+    else:
+        config |= {"use_sliding_window": False, "sliding_window": None}
+    return config
+
+
+def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in reversed(_GPT2_ACTIVATIONS.items())}
+    return {
+        "n_embd": model.hidden,
+        "n_inner": model.ffn,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "activation_function": names[model.activation],
+        "layer_norm_epsilon": model.norm_eps,
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
+        "attn_pdrop": model.attention_dropout,
+    }
