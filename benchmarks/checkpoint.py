@@ -216,7 +216,7 @@ def our_saver(tree: dict[str, Any], rank: int, world: int, store: dist.Store) ->
         )
         share = saver.write(order)
         manifest = make_manifest(
-            job, step=step, extra=share.extra, found={}, records=list(share.records), state_hash=shown(share.hash)
+            job, step=step, extra=share.extra, records=list(share.records), state_hash=shown(share.hash)
         )
         commit(directory, folder, manifest)
 

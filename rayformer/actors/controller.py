@@ -184,6 +184,7 @@ class Controller:
                 self._machine.advance(failed)  # not journaled: it may be the journal that failed
         if self._inflictor is not None:
             self._inflictor.prove(self._generation)
+        await self._saves.finish()
         self._end()
         await asyncio.sleep(LINGER_S)
         ray.actor.exit_actor()
@@ -456,7 +457,7 @@ class Controller:
     def _time_incident(self, before: State, after: State) -> None:
         now = time.monotonic()
         if isinstance(after, Draining | Rebuilding) and self._incident is None:  # a lone cell leaves nobody to drain
-            self._incident = Incident(started=now, told=self._told[1], happened=self._watch.stalled_since)
+            self._incident = Incident(started=now, reached=self._told[1], happened=self._watch.stalled_since)
             self._watch.stalled_since = None
         if self._incident is not None:
             self._incident.enter(after, now)

@@ -14,14 +14,14 @@ from rayformer.events import CellError
 
 @dataclass(kw_only=True)
 class Incident:
-    """``started`` and ``told``: when it was noticed, and which step was the last told of before.
+    """``started`` and ``reached``: when it was noticed, and which step was the last that is known to have been done.
 
     ``happened`` is the Unix time at which it happened, as far as that is known: from a fault's mark, or since when a
     stalled cell had not moved.
     """
 
     started: float
-    told: int
+    reached: int
     noticed: float = field(default_factory=time.time)
     happened: float | None = None
     lost: dict[str, CellError] = field(default_factory=dict)  # by cell, also those lost while others were repaired
@@ -34,6 +34,7 @@ class Incident:
         self._entered.setdefault(type(state).__name__, now)
         if isinstance(state, Draining | Rebuilding):
             self._entered = {name: at for name, at in self._entered.items() if name not in _LATER[type(state).__name__]}
+            self.reached = max(self.reached, *(step or 0 for step in state.standing.values()), 0)
         if isinstance(state, Restoring):
             self._restoring = state
             self.lost = {**self.lost, **state.lost}
@@ -61,7 +62,7 @@ class Incident:
             "source": restoring.restore.source,
             **({"why": restoring.restore.why} if restoring.restore.why else {}),
             "step": restoring.restore.step,
-            "steps_redone": max(0, self.told - restoring.restore.step),
+            "steps_redone": max(0, self.reached - restoring.restore.step),
             "detect_s": None if self.happened is None else max(0.0, self.noticed - self.happened),
             "drain_s": at["Rebuilding"] - at["Draining"],
             "form_s": max((joined.seconds.get("form", 0.0) for joined in self._joined.values()), default=0.0),

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from rayformer.actors.holder import Copy
 from rayformer.cell.plan import RunPlan
-from rayformer.cell.process import environment
 from rayformer.cell.state import make_manifest, prune_for
 from rayformer.ckpt.hash import shown
 from rayformer.ckpt.manifest import step_folder
@@ -39,7 +37,6 @@ def save_copies(plan: RunPlan, copies: Mapping[str, Copy], *, generation: int) -
         job,
         step=step,
         extra=next((extra for extra in extras if extra["samples"]), extras[0]),
-        found=environment(torch.device("cpu")),
         records=[record for of_file in written for record in of_file.records],
         state_hash=found,
     )

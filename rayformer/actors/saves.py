@@ -13,17 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from itertools import count
 from typing import Any
 
-import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayformer.actors.crew import Crew
 from rayformer.actors.saver import Order, Share
 from rayformer.cell.plan import RunPlan
-from rayformer.cell.process import environment
 from rayformer.cell.state import make_manifest, prune_for
 from rayformer.ckpt.hash import shown
 from rayformer.ckpt.manifest import step_folder
@@ -34,6 +31,7 @@ from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CheckpointSaved, SaveDue, SaveFailed, StepReport
 
 TRIES, PAUSE_S = 3, 1.0
+FINISH_S = 60.0  # for the last save of a run that failed
 LOOK_EVERY_S, STUCK_S = 5.0, 300.0  # a file that takes longer than this is given up
 logger = logging.getLogger("rayformer.saves")
 
@@ -45,11 +43,12 @@ class Saves:
 
     def __init__(self, plan: RunPlan, crew: Crew, told: Told) -> None:
         self._plan, self._crew, self._told = plan, crew, told
-        self._numbers = count(1)
         self._queue: asyncio.Queue[SaveDue] = asyncio.Queue()
         self._now: SaveDue | None = None
         self._report: StepReport | None = None
-        self._is_given_up = False
+        self._is_given_up = self._is_ending = False
+        self._savers: list[ActorHandle] = []
+        self._number = 0  # of the last order
         self._last: CheckpointSaved | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,6 +74,14 @@ class Saves:
         """The run goes on after ``step``: a later one's state is of a past that is left behind."""
         if self._now is not None and self._now.step > step:
             self._is_given_up = True
+
+    async def finish(self) -> None:
+        """The run is over: what is being written is written to its end, and nothing is waited for or tried again."""
+        self._is_ending = True
+        for saver in self._savers:
+            saver.give_up.remote(self._number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.settle(), FINISH_S)
 
     async def settle(self) -> None:
         """Return when everything that was due is saved, or has failed."""
@@ -114,7 +121,7 @@ class Saves:
                         self._crew.drop_saver(node)
                 logger.warning("the save of step %d failed: %s", due.step, cause)
                 await asyncio.to_thread(abandon, self._plan.checkpoints / step_folder(due.step))
-            if self._is_given_up:
+            if self._is_given_up or self._is_ending:
                 break
         return SaveFailed(generation=due.generation, step=due.step, message=message)
 
@@ -135,7 +142,8 @@ class Saves:
         held = {cell: load_index(text) for cell, text in indexes.items()}
         files = plan_files(held, max_file_bytes=job.checkpoint.max_file_bytes)
         shapes = shapes_of(held.values())
-        number = next(self._numbers)
+        self._number = number = self._number + 1
+        self._savers = list(savers.values())
         orders = {
             node: Order(
                 number=number,
@@ -153,7 +161,6 @@ class Saves:
             job,
             step=due.step,
             extra=next((share.extra for share in shares if share.extra["samples"]), shares[0].extra),
-            found=environment(torch.device("cpu")),
             records=[record for share in shares for record in share.records],
             state_hash=found,
         )

@@ -60,6 +60,7 @@ class Worker:
         self._holder_pid = 0
         self._is_copied = False  # by a holder of another node
         self._outbox: list[CellEvent] = []
+        self._handed_over: tuple[CellEvent, ...] = ()  # last, and lost if this process dies before Ray has sent it
         self._stop_asked = threading.Event()
         self._aborted = 0  # the last generation that was given up
         self._stands = threading.Event()  # no call of the main thread is at work
@@ -327,7 +328,8 @@ class Worker:
         )
 
     def _unsent(self) -> dict[str, Any]:
-        return {"unsent": [plain(event) for event in self._outbox if isinstance(event, StepReport)]}
+        events = (*self._handed_over, *self._outbox)
+        return {"unsent": [plain(event) for event in events if isinstance(event, StepReport)]}
 
     def _batched(self, events: Iterable[CellEvent], *, reports: bool) -> Iterator[tuple[CellEvent, ...]]:
         """Events in small batches; those that are not sent yet stay in the outbox if something interrupts."""
@@ -339,7 +341,8 @@ class Worker:
             # What led to a checkpoint, or to the end, must not get lost from then on, nor wait for long.
             durable = isinstance(event, CheckpointSaved | SaveDue | SaveWaits | CellDone)
             if self._outbox and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
-                batch, self._outbox = tuple(self._outbox), []
+                self._handed_over = batch = tuple(self._outbox)
+                self._outbox = []
                 yield batch
                 if batch[-1].generation == generation:  # else it is what the process before this one had not told
                     sent = time.monotonic()

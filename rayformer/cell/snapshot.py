@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from rayformer.cell.build import Cell
+from rayformer.cell.process import environment
 from rayformer.ckpt.slots import (
     NUM_ANCHORS,
     NUM_PINNED,
@@ -59,6 +60,7 @@ class Snapshots:
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._cell, self._more = cell, more
+        self._environment = environment(cell.groups.device)
         self._is_auto, self._is_copied = every == "auto", is_copied
         first = 1 if every == "auto" else every
         self._first = Cadence(every=first, anchor_every=first if is_copied else 0)
@@ -100,6 +102,7 @@ class Snapshots:
             "consumed_samples": position.consumed_samples,
             "skipped_in_row": position.skipped_in_row,
             "report": None if position.report is None else plain(position.report),
+            "environment": self._environment,
             "samples": None if cell.training is None else cell.training.num_samples,
             **self._more(),
         }

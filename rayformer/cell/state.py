@@ -46,11 +46,10 @@ def make_manifest(
     *,
     step: int,
     extra: Mapping[str, Any],
-    found: Mapping[str, object],
     records: list[ShardRecord],
     state_hash: str,
 ) -> Manifest:
-    """The manifest of a checkpoint of ``job``: ``extra`` are a snapshot's small values, ``found`` the environment."""
+    """The manifest of a checkpoint of ``job``; ``extra`` are a snapshot's small values."""
     degrees = job.layout.degrees
     return Manifest(
         step=step,
@@ -59,7 +58,7 @@ def make_manifest(
         virtual_ranks=job.batch.num_virtual_ranks,
         order=job.data.order,
         job=shown_job(job),
-        environment=found,
+        environment=extra["environment"],
         state_hash=state_hash,
         shards=records,
         extra={key: extra[key] for key in ("updates", "loss_scale", "samples")},
@@ -103,8 +102,8 @@ def save_checkpoint(
                 "updates": cell.optimizer.num_updates,
                 "loss_scale": asdict(cell.optimizer.loss_scale),
                 "samples": next((of_cell["samples"] for of_cell in told if of_cell["samples"]), None),
+                "environment": environment(cell.groups.device),
             },
-            found=environment(cell.groups.device),
             records=[ShardRecord.from_json(*record) for of_cell in told for record in of_cell["records"]],
             state_hash=found,
         )

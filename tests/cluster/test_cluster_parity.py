@@ -41,7 +41,7 @@ def the_run_folder_holds_what_is_promised(job):
         ".lock", "job.yaml", "metrics.jsonl", "journal.jsonl", "report.html", "checkpoints", "logs"
     }  # fmt: skip
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"worker-{i:04d}.log" for i in range(4)]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000008"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-000000008", "latest"}
     *lines, last = lines_of(job)
     assert all(set(line) == LINE for line in lines)
     assert set(last) == LINE | {"eval_loss", "state_hash"}

@@ -12,7 +12,6 @@ import torch
 from cells import SMALL_BUCKETS, advance, job_tree, open_cell, the_same_on_all, world_of
 
 from rayformer.cell.build import build_cell
-from rayformer.cell.process import environment
 from rayformer.cell.snapshot import slot_index
 from rayformer.cell.state import load_checkpoint, make_manifest, save_checkpoint, state_hash
 from rayformer.ckpt.hash import box_hash, shown
@@ -159,11 +158,11 @@ class Unconnected:
                 ]
                 written.append(write_file(folder, file_name(name, number), values, shapes))
         extra = {"consumed_samples": 8 * DONE, "updates": DONE, "loss_scale": {"scale": 1.0, "good_steps": 0}}
+        extra |= {"samples": None, "environment": {}}
         manifest = make_manifest(
             self.job,
             step=DONE,
-            extra={**extra, "samples": None},
-            found=environment(torch.device("cpu")),
+            extra=extra,
             records=[record for of_file in written for record in of_file.records],
             state_hash=shown(sum(of_file.hash for of_file in written)),
         )

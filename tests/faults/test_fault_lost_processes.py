@@ -19,6 +19,7 @@ def started(train, job, *arguments):
     driver.until(lambda: len(lines_of(job, kind="membership")) > attempts, "the cells to come up")
     steps = len(lines_of(job))
     driver.until(lambda: len(lines_of(job)) > steps + 6, "some steps")
+    driver.until(lambda: lines_of(job, kind="saved"), "a checkpoint")
     members = lines_of(job, kind="membership")[-1]["cells"]
     return driver, {cell: member["pid"] for cell, member in members.items()}
 
