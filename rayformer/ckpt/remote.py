@@ -19,6 +19,7 @@ from pyarrow import fs
 from rayformer.ckpt.storage import Buffer, Folder, OpenFile
 from rayformer.errors import CheckpointError, DamagedError
 
+_REFUSALS = (OSError, pa.ArrowException)
 _STORES = {"s3", "gcs", "abfs"}  # objects, which appear when they are complete
 
 
@@ -31,7 +32,7 @@ class ArrowFolder(Folder):
         self._address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return re.sub(r"//[^/@]*@", "//", self._address)  # no keys in messages
+        return _without_keys(self._address)
 
     def __repr__(self) -> str:
         return f"ArrowFolder({self})"
@@ -62,7 +63,7 @@ class ArrowFolder(Folder):
         return [info.base_name for info in found]
 
     def size(self, name: str) -> int | None:
-        with self._told("looked at"):
+        with self._told("looked at", name):
             info = self._system.get_file_info(self._at(name))
         return info.size if info.type == fs.FileType.File else None
 
@@ -88,16 +89,19 @@ class ArrowFolder(Folder):
                     stream.write(pa.py_buffer(part))
             if not is_store:
                 self._system.move(written, path)
-        except OSError as error:
-            with suppress(OSError):
+        except BaseException as error:
+            with suppress(OSError, pa.ArrowException):  # what came so far has become a file when the stream was closed
                 self._system.delete_file(written)
+            if not isinstance(error, _REFUSALS):
+                raise
             raise CheckpointError(f"{self}/{name}: it can't be written ({_first_line(error)})") from None
 
     def rename(self, name: str, new: str) -> None:
-        self._system.move(self._at(name), self._at(new))
+        with self._told("renamed", name):
+            self._system.move(self._at(name), self._at(new))
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
+        with self._told("removed"), suppress(FileNotFoundError):
             self._system.delete_dir(self._path)
 
     def settle(self) -> None:
@@ -126,11 +130,12 @@ class ArrowFolder(Folder):
         return f"{self._path}/{name}"
 
     @contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _told(self, done: str, name: str = "") -> Iterator[None]:
         try:
             yield
-        except (OSError, pa.ArrowException, ValueError) as error:
-            raise CheckpointError(f"{self}: it can't be {done} ({_first_line(error)})") from None
+        except (*_REFUSALS, ValueError) as error:
+            shown = f"{self}/{name}" if name else str(self)
+            raise CheckpointError(f"{shown}: it can't be {done} ({_first_line(error)})") from None
 
 
 class _ArrowFile:
@@ -139,10 +144,10 @@ class _ArrowFile:
 
     def read_into(self, offset: int, target: memoryview) -> None:
         target = target.cast("B")
-        data = self._file.read_at(len(target), offset)
-        if len(data) < len(target):
-            raise DamagedError(f"{self._shown}: it ends at byte {offset + len(data)}, where more was written")
-        target[:] = data
+        size = self._file.size()
+        if size < offset + len(target):
+            raise DamagedError(f"{self._shown}: it ends at byte {size}, where more was written")
+        target[:] = self._file.read_at(len(target), offset)
 
 
 @lru_cache
@@ -151,5 +156,10 @@ def _file_system(root: str) -> tuple[Any, str]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _first_line(error: BaseException) -> str:
+    return _without_keys(str(error).splitlines()[0]) if str(error) else type(error).__name__
+
+
+def _without_keys(text: str) -> str:
+    """``text`` without what stands before the @ of an address; a secret key may have slashes in it."""
+    return re.sub(r"//([^/@:\s]*:[^@\s]*|[^/@\s]*)@", "//", text)
