@@ -20,6 +20,7 @@ from rayformer.ckpt.storage import Buffer, Folder, OpenFile
 from rayformer.errors import CheckpointError, DamagedError
 
 _REFUSALS = (OSError, pa.ArrowException)
+_KEYS = r"//(?:[^/@:\s]*:[^@\s]*|[^/@\s]*)@"
 _STORES = {"s3", "gcs", "abfs"}  # objects, which appear when they are complete
 
 
@@ -60,6 +61,8 @@ class ArrowFolder(Folder):
     def names(self) -> list[str]:
         with self._told("listed"):
             found = self._system.get_file_info(fs.FileSelector(self._path, allow_not_found=True))
+            if not found and self._system.type_name in _STORES and "allow_bucket_creation" not in self._options:
+                self._check_bucket()
         return [info.base_name for info in found]
 
     def size(self, name: str) -> int | None:
@@ -113,7 +116,7 @@ class ArrowFolder(Folder):
 
     @cached_property
     def _resolved(self) -> tuple[Any, str]:
-        root = "/".join(self._address.split("/")[:3])
+        root = re.match(f"[^/]*({_KEYS}|//)[^/]*", self._address)[0]  # type: ignore[index]
         with self._told("understood"):
             system, path = _file_system(f"{root}{self._mark}{self._options}")
         return system, path.rstrip("/") + self._address[len(root) :]
@@ -128,6 +131,11 @@ class ArrowFolder(Folder):
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
+
+    def _check_bucket(self) -> None:
+        bucket = self._path.partition("/")[0]
+        if self._system.get_file_info(bucket).type == fs.FileType.NotFound:
+            raise FileNotFoundError(f"there is no bucket {bucket!r}")
 
     @contextmanager
     def _told(self, done: str, name: str = "") -> Iterator[None]:
@@ -162,4 +170,4 @@ def _first_line(error: BaseException) -> str:
 
 def _without_keys(text: str) -> str:
     """``text`` without what stands before the @ of an address; a secret key may have slashes in it."""
-    return re.sub(r"//([^/@:\s]*:[^@\s]*|[^/@\s]*)@", "//", text)
+    return re.sub(_KEYS, "//", text)

@@ -13,7 +13,7 @@ import shutil
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
@@ -65,7 +65,7 @@ class Folder(ABC):
         """All of a file. Raises FileNotFoundError, or another OSError."""
 
     @abstractmethod
-    def open(self, name: str) -> contextmanager[OpenFile]:  # type: ignore[type-arg]
+    def open(self, name: str) -> AbstractContextManager[OpenFile]:
         """Read parts of a file. Raises FileNotFoundError, or another OSError."""
 
     @abstractmethod
@@ -191,12 +191,13 @@ class LocalFolder(Folder):
             finally:
                 disk.close(descriptor)
             disk.replace(temporary, path)
-        except OSError as error:
+        except BaseException as error:
             with suppress(OSError):
                 disk.remove(temporary)
-            raise CheckpointError(
-                f"{path}: it can't be written ({error.strerror or error}); {_room(self.path)}"
-            ) from None
+            if not isinstance(error, OSError):
+                raise
+            said = error.strerror or error
+            raise CheckpointError(f"{path}: it can't be written ({said}); {_room(self.path)}") from None
 
     def rename(self, name: str, new: str) -> None:
         with _told(self.path / name, "renamed"):

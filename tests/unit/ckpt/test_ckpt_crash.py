@@ -7,82 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
+import small_checkpoints
+from small_checkpoints import check_whole, resumed, save
 
 from rayformer.ckpt import inspect
-from rayformer.ckpt.hash import box_hash, shown
-from rayformer.ckpt.manifest import Manifest, check_files, find_checkpoints, read_manifest, step_folder, step_of
-from rayformer.ckpt.share import plan_files, shapes_of
-from rayformer.ckpt.slots import IndexEntry
+from rayformer.ckpt.manifest import find_checkpoints, read_manifest, step_folder
 from rayformer.ckpt.storage import Disk, LocalFolder
-from rayformer.ckpt.writer import LATEST, abandon, commit, file_name, prune, start, write_file
-from rayformer.errors import CheckpointError, DamagedError
-from rayformer.shards import Box, whole
-
-SHAPES = {"w@master": (4, 3), "b@master": (5,)}
-W, B = (
-    IndexEntry(tensor="w@master", box=whole((4, 3)), start=0),
-    IndexEntry(tensor="b@master", box=Box(lo=(0,), hi=(5,)), start=12),
-)
-HELD = {"dp0": [W, B], "dp1": [W]}
-MAX_FILE_BYTES = 40
-
-
-def state(step):
-    return np.random.default_rng(step).standard_normal(17).astype(np.float32)
-
-
-def hash_of(step):
-    values = {"w@master": state(step)[:12].reshape(4, 3), "b@master": state(step)[12:]}
-    return shown(sum(box_hash(name, whole(SHAPES[name]), SHAPES[name], value) for name, value in values.items()))
-
-
-def save(directory, step, *, keep, on_commit=lambda: None):
-    """Save as a run does it: what a failed one has left is removed."""
-    folder, payload, records, total = directory / step_folder(step), state(step), [], 0
-    try:
-        start(folder)
-        for writer, files in plan_files(HELD, max_file_bytes=MAX_FILE_BYTES).items():
-            for number, entries in enumerate(files):
-                values = [
-                    (e.tensor, e.box, payload[e.start : e.start + e.box.numel].reshape(e.box.shape)) for e in entries
-                ]
-                written = write_file(folder, file_name(writer, number), values, shapes_of(HELD.values()))
-                records += written.records
-                total += written.hash
-        manifest = Manifest(
-            step=step, consumed_samples=8 * step, layout={"dp": 2}, virtual_ranks=2, order="keyed",
-            job={"optim": {"lr": 1e-05}}, environment={}, state_hash=shown(total), shards=records,
-        )  # fmt: skip
-        commit(directory, folder, manifest)
-    except CheckpointError:
-        abandon(folder)
-        raise
-    on_commit()
-    prune(directory, keep=keep)
-
-
-def resumed(directory):
-    """The step that a run goes on from, which scans as ``find_origin`` does. What it finds must be whole."""
-    for folder in find_checkpoints(directory):
-        try:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
-        except DamagedError:
-            continue
-        check_whole(folder)
-        return manifest.step
-    return None
-
-
-def check_whole(folder):
-    manifest = read_manifest(folder)
-    assert list(inspect.problems(folder, manifest, on_bytes=lambda _: None)) == []
-    assert (manifest.step, manifest.state_hash) == (step_of(folder), hash_of(step_of(folder)))
+from rayformer.ckpt.writer import LATEST, file_name
+from rayformer.errors import CheckpointError
 
 
 class Calls(Disk):
@@ -240,7 +177,7 @@ def in_a_child(path, story, instead):
     if child == 0:
         try:
             disk = Calls(instead)
-            save(LocalFolder(path, disk), story.step, keep=story.keep, on_commit=lambda: os.write(writer, b"!"))
+            save(LocalFolder(path, disk), story.step, keep=story.keep, on_commit=lambda step: os.write(writer, b"!"))
         finally:
             os._exit(1)
     os.close(writer)
@@ -280,7 +217,7 @@ def test_a_storage_that_refuses_any_call_is_named_and_harms_no_older_checkpoint(
     for instead in faults:
         path, committed = next(fresh), []
         try:
-            save(LocalFolder(path, Calls(instead)), story.step, keep=story.keep, on_commit=lambda: committed.append(1))
+            save(LocalFolder(path, Calls(instead)), story.step, keep=story.keep, on_commit=committed.append)
         except CheckpointError as error:
             told += 1
             assert str(path) in str(error) and os.strerror(number) in str(error)
@@ -397,10 +334,8 @@ def test_a_machine_that_stops_at_any_call_finds_the_newest_checkpoint_that_was_c
     for number in range(len(calls) + 1):
         path, committed = next(fresh), []
         device = Device(path, number)
-        try:
-            save(LocalFolder(path, device), story.step, keep=story.keep, on_commit=lambda: committed.append(1))
-        except PowerCut:
-            pass
+        with suppress(PowerCut):
+            save(LocalFolder(path, device), story.step, keep=story.keep, on_commit=committed.append)
         for ending, happened in enumerate(endings):
             found = {file.relative_to(path): content for file, content in device.after_the_cut(happened).items()}
             story.check(fill(tmp_path / f"{number}-{ending}", found), committed=bool(committed))
@@ -474,7 +409,7 @@ def test_kills_while_steps_are_saved_one_after_the_other_lose_none_that_was_told
     rng = random.Random(1)
     told = 0
     for _ in range(40):
-        child = subprocess.Popen([sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, small_checkpoints.__file__, str(tmp_path)], stdout=subprocess.PIPE)
         lines = [child.stdout.readline()]
         try:
             child.wait(rng.uniform(0, 0.05))
@@ -489,14 +424,3 @@ def test_kills_while_steps_are_saved_one_after_the_other_lose_none_that_was_told
         found = resumed(tmp_path)
         assert found in (told, told + 1)
         assert (tmp_path / LATEST).read_text().strip() in (step_folder(step) for step in (found - 1, found))
-
-
-def save_for_ever(directory):
-    """Save one step after the other, and tell each that is committed."""
-    first = (resumed(directory) or 0) + 1
-    for step in range(first, first + 100_000):
-        save(LocalFolder(directory), step, keep=2, on_commit=lambda: os.write(1, b"%d\n" % step))  # noqa: B023
-
-
-if __name__ == "__main__":
-    save_for_ever(Path(sys.argv[1]))

@@ -1,5 +1,7 @@
 """Who writes what: all of the state once, nobody more than others, in files that are not too large."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def states(draw):
     for number, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=5))):
         numel = whole(shape).numel
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
-        for start, stop in zip(cuts, cuts[1:]):
+        for start, stop in pairwise(cuts):
             boxes += [(f"t{number}", piece.box) for piece in flat_pieces([whole(shape)], start, stop)]
     return boxes
 
