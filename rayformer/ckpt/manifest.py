@@ -160,10 +160,10 @@ def check_files(folder: Folder, manifest: Manifest) -> None:
 def _shard(path: str, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
     file = PurePosixPath(shard["file"])
     if len(file.parts) != 1 or file.name in ("", ".", ".."):
-        raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
+        raise DamagedError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
     record = ShardRecord.from_json(tensor, entry["shape"], entry["dtype"], shard)
     if record.dtype != "F32" or record.num_bytes != 4 * prod(record.box.shape):
-        raise CheckpointError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
+        raise DamagedError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
     return record
 
 

@@ -18,8 +18,8 @@ from small_checkpoints import check_whole, hash_of, resumed, save
 from rayformer.ckpt import inspect
 from rayformer.ckpt.manifest import find_checkpoints, read_manifest, step_folder
 from rayformer.ckpt.storage import Disk, LocalFolder
-from rayformer.ckpt.writer import LATEST, file_name
-from rayformer.errors import CheckpointError
+from rayformer.ckpt.writer import LATEST, file_name, prune
+from rayformer.errors import CheckpointError, DamagedError
 
 
 class Calls(Disk):
@@ -358,16 +358,19 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path):
             flipped = bytearray(content)
             flipped[number] ^= 1 << (number // 7) % 8
             path.write_bytes(flipped)
-            assert is_refused(folder), f"bit {(number // 7) % 8} of byte {number} of {name}"
+            assert is_found(folder), f"bit {(number // 7) % 8} of byte {number} of {name}"
         path.write_bytes(content)
     check_whole(folder)
 
 
-def is_refused(folder):
+def is_found(folder):
+    """Whether a run that resumes passes it over, or ``verify`` tells what is wrong."""
     try:
         return bool(list(inspect.problems(folder, read_manifest(folder), on_bytes=lambda _: None)))
-    except CheckpointError:
+    except DamagedError:
         return True
+    except CheckpointError as error:
+        return "expected format 1" in str(error)
 
 
 def test_an_older_checkpoint_survives_a_save_for_which_the_disk_is_too_small(tmp_path):
@@ -402,6 +405,20 @@ def of_size(path, room):
 
 def used(path):
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_a_folder_that_can_not_be_listed_keeps_its_old_checkpoints_and_fails_no_save(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        save(LocalFolder(tmp_path, Calls()), step, keep=0)
+
+    def refused(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", refused)
+        prune(LocalFolder(tmp_path), keep=1)
+    assert f"{tmp_path}: it can't be listed (Input/output error)" in caplog.text
+    assert len(find_checkpoints(tmp_path)) == 2
 
 
 def test_kills_while_steps_are_saved_one_after_the_other_lose_none_that_was_told(tmp_path):
