@@ -16,11 +16,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from rayformer.ckpt.storage import Buffer, Folder, OpenFile
+from rayformer.ckpt.storage import KEYS, Buffer, Folder, OpenFile, without_keys
 from rayformer.errors import CheckpointError, DamagedError
 
 _REFUSALS = (OSError, pa.ArrowException)
-_KEYS = r"//(?:[^/@:\s]*:[^@\s]*|[^/@\s]*)@"
 _STORES = {"s3", "gcs", "abfs"}  # objects, which appear when they are complete
 
 
@@ -33,7 +32,7 @@ class ArrowFolder(Folder):
         self._address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return _without_keys(self._address)
+        return without_keys(self._address)
 
     def __repr__(self) -> str:
         return f"ArrowFolder({self})"
@@ -116,7 +115,7 @@ class ArrowFolder(Folder):
 
     @cached_property
     def _resolved(self) -> tuple[Any, str]:
-        root = re.match(f"[^/]*({_KEYS}|//)[^/]*", self._address)[0]  # type: ignore[index]
+        root = re.match(f"[^/]*({KEYS}|//)[^/]*", self._address)[0]  # type: ignore[index]
         with self._told("understood"):
             system, path = _file_system(f"{root}{self._mark}{self._options}")
         return system, path.rstrip("/") + self._address[len(root) :]
@@ -165,9 +164,4 @@ def _file_system(root: str) -> tuple[Any, str]:
 
 
 def _first_line(error: BaseException) -> str:
-    return _without_keys(str(error).splitlines()[0]) if str(error) else type(error).__name__
-
-
-def _without_keys(text: str) -> str:
-    """``text`` without what stands before the @ of an address; a secret key may have slashes in it."""
-    return re.sub(_KEYS, "//", text)
+    return without_keys(str(error).splitlines()[0]) if str(error) else type(error).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 from rayformer.errors import CheckpointError, DamagedError
 
 Buffer = bytes | memoryview
+KEYS = r"//(?:[^/?@:\s]*:[^?@\s]*|[^/?@\s]*)@"  # of a URI; a secret key may have slashes in it
 _HERE = "file://"
 
 
@@ -239,6 +241,11 @@ def folder_at(where: str | Path | Folder) -> Folder:
     if str(where).startswith(_HERE):
         return LocalFolder(_path_of(str(where)))
     return LocalFolder(Path(where).expanduser().absolute())
+
+
+def without_keys(where: str) -> str:
+    """``where``, or a message, without the name and the password that a URI may have in it."""
+    return re.sub(KEYS, "//", where)
 
 
 def is_uri(where: str | Path) -> bool:
