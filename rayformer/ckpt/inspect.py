@@ -14,6 +14,8 @@ from rayformer.ckpt.hash import box_hash, shown
 from rayformer.ckpt.manifest import MANIFEST, Manifest, ShardRecord, find_checkpoints, read_manifest
 from rayformer.ckpt.reader import read_shard
 from rayformer.ckpt.storage import Folder, folder_at
+from rayformer.ckpt.tensorfile import Entry, read_head
+from rayformer.ckpt.writer import entry_name
 from rayformer.errors import CheckpointError
 from rayformer.shards import CoverageError, plan_transfers, whole
 
@@ -49,7 +51,7 @@ def num_bytes(manifest: Manifest) -> int:
 
 
 def problems(folder: Path | Folder, manifest: Manifest, *, on_bytes: Callable[[int], None]) -> Iterator[str]:
-    """Everything that is wrong with a checkpoint: bytes that changed, holes, and a hash that is not the manifest's.
+    """What is wrong with a checkpoint: bytes and heads of files that changed, holes, a hash that is not the manifest's.
 
     ``on_bytes`` is told of the bytes of every shard that was read.
     """
@@ -61,6 +63,8 @@ def problems(folder: Path | Folder, manifest: Manifest, *, on_bytes: Callable[[i
             is_whole = False
             yield str(error)
         on_bytes(shard.num_bytes)
+    if is_whole:
+        yield from _heads(folder_at(folder), manifest)
     yield from _holes(folder, manifest)
     if is_whole and shown(total) != manifest.state_hash:
         yield f"{folder}: its manifest has the state hash {manifest.state_hash}, and its files {shown(total)}"
@@ -101,6 +105,22 @@ def _tensor_hashes(folder: Path | Folder, manifest: Manifest, on_bytes: Callable
         hashes[shard.tensor] += _hash(shard, read_shard(folder, shard))
         on_bytes(shard.num_bytes)
     return hashes
+
+
+def _heads(folder: Folder, manifest: Manifest) -> Iterator[str]:
+    """Files whose heads, which others read them by, don't say what the manifest says."""
+    told: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    for shard in manifest.shards:
+        entry = Entry(file=shard.file, dtype=shard.dtype, shape=shard.box.shape, offset=shard.offset)
+        told[shard.file][entry_name(shard.tensor, shard.box)] = entry
+    for file, entries in told.items():
+        try:
+            if read_head(folder, file) != entries:
+                yield f"{folder}/{file}: its head is not the one that was written; use an older checkpoint"
+        except CheckpointError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{folder}/{file}: it can't be read ({error.strerror or error}); use an older checkpoint"
 
 
 def _holes(folder: Path | Folder, manifest: Manifest) -> Iterator[str]:

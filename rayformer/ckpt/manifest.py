@@ -10,12 +10,16 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import xxhash
+
 from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.errors import CheckpointError, DamagedError
 from rayformer.shards import Box, Holding
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+_KEYS = ("step", "consumed_samples", "layout", "virtual_ranks", "order", "job", "environment", "extra", "state_hash")
+_SEAL = ',\n "xxh3": "'  # what is before it in the file is what the checksum covers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +100,8 @@ class Manifest:
             "state_hash": self.state_hash,
             "tensors": tensors,
         }
-        return json.dumps(head, indent=1)
+        text = json.dumps(head, indent=1).removesuffix("\n}")
+        return f'{text}{_SEAL}{xxhash.xxh3_64_hexdigest(text.encode())}"\n}}'
 
 
 def read_manifest(folder: Path | Folder) -> Manifest:
@@ -104,7 +109,8 @@ def read_manifest(folder: Path | Folder) -> Manifest:
     folder = folder_at(folder)
     path = f"{folder}/{MANIFEST}"
     try:
-        tree = json.loads(folder.read(MANIFEST).decode())
+        content = folder.read(MANIFEST)
+        tree = json.loads(content.decode())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: there is no {MANIFEST}, so this is no checkpoint; name another one") from None
     except OSError as error:
@@ -115,22 +121,27 @@ def read_manifest(folder: Path | Folder) -> Manifest:
         found = tree.get("format") if isinstance(tree, dict) else type(tree).__name__
         raise CheckpointError(f"{path}: expected format {FORMAT}, found {found!r}; use the rayformer that wrote it")
     try:
-        return Manifest(
-            step=tree["step"],
-            consumed_samples=tree["consumed_samples"],
-            layout=tree["layout"],
-            virtual_ranks=tree["virtual_ranks"],
-            order=tree["order"],
-            job=tree["job"],
-            environment=tree["environment"],
-            state_hash=tree["state_hash"],
-            extra=tree["extra"],
+        manifest = Manifest(
+            **{key: tree[key] for key in _KEYS},
             shards=[
                 _shard(path, name, entry, shard) for name, entry in tree["tensors"].items() for shard in entry["shards"]
             ],
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path}: it lacks or misstates {error}; use an older checkpoint") from None
+    _check_seal(path, content, tree)
+    return manifest
+
+
+def _check_seal(path: str, content: bytes, tree: Mapping[str, Any]) -> None:
+    """A manifest that has a checksum must be what was written; one that another program wrote need not have one."""
+    if unknown := sorted(tree.keys() - {"format", "tensors", "xxh3", *_KEYS}):
+        raise DamagedError(f"{path}: it has {unknown[0]!r}, which no manifest has; use an older checkpoint")
+    covered = content.rpartition(_SEAL.encode())[0]
+    if "xxh3" in tree and tree["xxh3"] != xxhash.xxh3_64_hexdigest(covered):
+        raise DamagedError(
+            f"{path}: it is not what was written; use an older checkpoint, or take its line xxh3 out if you changed it"
+        )
 
 
 def check_files(folder: Folder, manifest: Manifest) -> None:
@@ -149,10 +160,10 @@ def check_files(folder: Folder, manifest: Manifest) -> None:
 def _shard(path: str, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
     file = PurePosixPath(shard["file"])
     if len(file.parts) != 1 or file.name in ("", ".", ".."):
-        raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
+        raise DamagedError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
     record = ShardRecord.from_json(tensor, entry["shape"], entry["dtype"], shard)
     if record.dtype != "F32" or record.num_bytes != 4 * prod(record.box.shape):
-        raise CheckpointError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
+        raise DamagedError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")
     return record
 
 

@@ -7,6 +7,7 @@ Other file systems (HDFS) rename at once, and get them written beside their plac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
@@ -15,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from rayformer.ckpt.storage import Buffer, Folder, OpenFile, without_keys
+from rayformer.ckpt.storage import KEYS, Buffer, Folder, OpenFile, without_keys
 from rayformer.errors import CheckpointError, DamagedError
 
+_REFUSALS = (OSError, pa.ArrowException)
 _STORES = {"s3", "gcs", "abfs"}  # objects, which appear when they are complete
 
 
@@ -58,10 +60,12 @@ class ArrowFolder(Folder):
     def names(self) -> list[str]:
         with self._told("listed"):
             found = self._system.get_file_info(fs.FileSelector(self._path, allow_not_found=True))
+            if not found and self._system.type_name in _STORES and "allow_bucket_creation" not in self._options:
+                self._check_bucket()
         return [info.base_name for info in found]
 
     def size(self, name: str) -> int | None:
-        with self._told("looked at"):
+        with self._told("looked at", name):
             info = self._system.get_file_info(self._at(name))
         return info.size if info.type == fs.FileType.File else None
 
@@ -87,16 +91,19 @@ class ArrowFolder(Folder):
                     stream.write(pa.py_buffer(part))
             if not is_store:
                 self._system.move(written, path)
-        except OSError as error:
-            with suppress(OSError):
+        except BaseException as error:
+            with suppress(OSError, pa.ArrowException):  # what came so far has become a file when the stream was closed
                 self._system.delete_file(written)
+            if not isinstance(error, _REFUSALS):
+                raise
             raise CheckpointError(f"{self}/{name}: it can't be written ({_first_line(error)})") from None
 
     def rename(self, name: str, new: str) -> None:
-        self._system.move(self._at(name), self._at(new))
+        with self._told("renamed", name):
+            self._system.move(self._at(name), self._at(new))
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError):
+        with self._told("removed"), suppress(FileNotFoundError):
             self._system.delete_dir(self._path)
 
     def settle(self) -> None:
@@ -108,7 +115,7 @@ class ArrowFolder(Folder):
 
     @cached_property
     def _resolved(self) -> tuple[Any, str]:
-        root = "/".join(self._address.split("/")[:3])
+        root = re.match(f"[^/]*({KEYS}|//)[^/]*", self._address)[0]  # type: ignore[index]
         with self._told("understood"):
             system, path = _file_system(f"{root}{self._mark}{self._options}")
         return system, path.rstrip("/") + self._address[len(root) :]
@@ -124,12 +131,18 @@ class ArrowFolder(Folder):
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
+    def _check_bucket(self) -> None:
+        bucket = self._path.partition("/")[0]
+        if self._system.get_file_info(bucket).type == fs.FileType.NotFound:
+            raise FileNotFoundError(f"there is no bucket {bucket!r}")
+
     @contextmanager
-    def _told(self, done: str) -> Iterator[None]:
+    def _told(self, done: str, name: str = "") -> Iterator[None]:
         try:
             yield
-        except (OSError, pa.ArrowException, ValueError) as error:
-            raise CheckpointError(f"{self}: it can't be {done} ({_first_line(error)})") from None
+        except (*_REFUSALS, ValueError) as error:
+            shown = f"{self}/{name}" if name else str(self)
+            raise CheckpointError(f"{shown}: it can't be {done} ({_first_line(error)})") from None
 
 
 class _ArrowFile:
@@ -138,10 +151,10 @@ class _ArrowFile:
 
     def read_into(self, offset: int, target: memoryview) -> None:
         target = target.cast("B")
-        data = self._file.read_at(len(target), offset)
-        if len(data) < len(target):
-            raise DamagedError(f"{self._shown}: it ends at byte {offset + len(data)}, where more was written")
-        target[:] = data
+        size = self._file.size()
+        if size < offset + len(target):
+            raise DamagedError(f"{self._shown}: it ends at byte {size}, where more was written")
+        target[:] = self._file.read_at(len(target), offset)
 
 
 @lru_cache
@@ -150,5 +163,5 @@ def _file_system(root: str) -> tuple[Any, str]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _first_line(error: BaseException) -> str:
+    return without_keys(str(error).splitlines()[0]) if str(error) else type(error).__name__

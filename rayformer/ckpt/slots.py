@@ -93,11 +93,12 @@ class SlotFile:
             return
         needed = self.bytes_needed(payload_bytes, len(text), num_slots)
         assert len(self._memory) >= needed, f"{len(self._memory)} bytes for slots of {needed}"
-        self._memory[: _FILE.size] = _FILE.pack(_MAGIC, num_slots, payload_bytes, len(text))
+        self._memory[: _FILE.size] = _FILE.pack(bytes(len(_MAGIC)), num_slots, payload_bytes, len(text))
         self._memory[PAGE : PAGE + len(text)] = text
         self.cadence = cadence
         for slot in range(num_slots):
             self._invalidate(slot)
+        self._memory[: len(_MAGIC)] = _MAGIC  # last: what old slots have left must not be taken for headers
 
     @property
     def is_prepared(self) -> bool:

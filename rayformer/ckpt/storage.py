@@ -7,18 +7,23 @@ either, so that both commit alike: first the data, last the manifest, which alon
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from rayformer.errors import CheckpointError, DamagedError
 
 Buffer = bytes | memoryview
+KEYS = r"//(?:[^/?@:\s]*:[^?@\s]*|[^/?@\s]*)@"  # of a URI; a secret key may have slashes in it
+_HERE = "file://"
 
 
 class OpenFile(Protocol):
@@ -29,7 +34,11 @@ class OpenFile(Protocol):
 
 
 class Folder(ABC):
-    """A folder by its address, which ``str`` gives. Making the object touches nothing."""
+    """A folder by its address, which ``str`` gives. Making the object touches nothing.
+
+    What the storage refuses comes as CheckpointError, but from ``read`` and ``open``, whose callers tell a file that is
+    missing from one that can't be read.
+    """
 
     @property
     @abstractmethod
@@ -58,8 +67,8 @@ class Folder(ABC):
         """All of a file. Raises FileNotFoundError, or another OSError."""
 
     @abstractmethod
-    def open(self, name: str) -> contextmanager[OpenFile]:  # type: ignore[type-arg]
-        """Read parts of a file."""
+    def open(self, name: str) -> AbstractContextManager[OpenFile]:
+        """Read parts of a file. Raises FileNotFoundError, or another OSError."""
 
     @abstractmethod
     def write(self, name: str, parts: Iterable[Buffer]) -> None:
@@ -74,7 +83,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Drop the folder and what is in it. Raises OSError."""
+        """Drop the folder and what is in it, if there is one."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -149,14 +158,16 @@ class LocalFolder(Folder):
         return LocalFolder(self.path.parent, self._disk)
 
     def names(self) -> list[str]:
-        try:
+        with _told(self.path, "listed"), suppress(FileNotFoundError, NotADirectoryError):
             return os.listdir(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return []
 
     def size(self, name: str) -> int | None:
         path = self.path / name
-        return path.stat().st_size if path.is_file() else None
+        with _told(path, "looked at"), suppress(FileNotFoundError, NotADirectoryError):
+            found = path.stat()
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return None
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
@@ -182,20 +193,25 @@ class LocalFolder(Folder):
             finally:
                 disk.close(descriptor)
             disk.replace(temporary, path)
-        except OSError as error:
+        except BaseException as error:
             with suppress(OSError):
                 disk.remove(temporary)
-            raise CheckpointError(f"{path}: it can't be written ({error.strerror}); {_room(self.path)}") from None
+            if not isinstance(error, OSError):
+                raise
+            said = error.strerror or error
+            raise CheckpointError(f"{path}: it can't be written ({said}); {_room(self.path)}") from None
 
     def rename(self, name: str, new: str) -> None:
-        self._disk.replace(self.path / name, self.path / new)
+        with _told(self.path / name, "renamed"):
+            self._disk.replace(self.path / name, self.path / new)
 
     def remove(self) -> None:
-        if self.path.exists():
+        with _told(self.path, "removed"), suppress(FileNotFoundError):
             self._disk.remove_folder(self.path)
 
     def settle(self) -> None:
-        self._disk.sync_folder(self.path)
+        with _told(self.path, "made durable"):
+            self._disk.sync_folder(self.path)
 
 
 class _LocalFile:
@@ -222,17 +238,36 @@ def folder_at(where: str | Path | Folder) -> Folder:
         from rayformer.ckpt.remote import ArrowFolder  # pyarrow takes its time to import
 
         return ArrowFolder(str(where))
+    if str(where).startswith(_HERE):
+        return LocalFolder(_path_of(str(where)))
     return LocalFolder(Path(where).expanduser().absolute())
 
 
 def without_keys(where: str) -> str:
-    """``where`` without the name and the password that a URI may have."""
-    return re.sub(r"://[^/?@]*@", "://", where)
+    """``where``, or a message, without the name and the password that a URI may have in it."""
+    return re.sub(KEYS, "//", where)
 
 
 def is_uri(where: str | Path) -> bool:
     """Whether ``where`` is an address elsewhere; ``file:`` is here."""
-    return "://" in str(where)
+    return "://" in str(where) and not str(where).startswith(_HERE)
+
+
+def _path_of(uri: str) -> Path:
+    """The path of a URI that begins with ``file://``. Raises CheckpointError if it names another machine."""
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost"):
+        raise CheckpointError(f"{uri}: files of {parts.netloc!r} can't be reached from here; write file:///PATH")
+    return Path(unquote(parts.path)).absolute()
+
+
+@contextmanager
+def _told(path: Path, done: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        room = f"; {_room(path.parent)}" if error.errno == errno.ENOSPC else ""
+        raise CheckpointError(f"{path}: it can't be {done} ({error.strerror or error}){room}") from None
 
 
 def _write_all(disk: Disk, descriptor: int, part: memoryview) -> None:
@@ -241,6 +276,6 @@ def _write_all(disk: Disk, descriptor: int, part: memoryview) -> None:
 
 
 def _room(folder: Path) -> str:
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     usage = shutil.disk_usage(nearest)
     return f"{usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB are free in {nearest}"

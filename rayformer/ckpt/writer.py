@@ -38,12 +38,18 @@ def file_name(writer: str, number: int) -> str:
     return f"{writer}-{number:04d}.safetensors"
 
 
+def entry_name(tensor: str, box: Box) -> str:
+    """What a box is called in its file, for whoever opens that as safetensors."""
+    ranges = ",".join(f"{lo}:{hi}" for lo, hi in zip(box.lo, box.hi))
+    return f"{tensor}[{ranges}]"
+
+
 def write_file(folder: Folder, name: str, values: Sequence[BoxValue], shapes: Mapping[str, tuple[int, ...]]) -> Written:
     """Write boxes to one safetensors file, durably, straight from where they lie in memory.
 
     ``shapes`` are those of the whole tensors. Raises CheckpointError if the storage refuses.
     """
-    header, offsets = make_head([(_entry(tensor, box), "F32", value.shape) for tensor, box, value in values])
+    header, offsets = make_head([(entry_name(tensor, box), "F32", value.shape) for tensor, box, value in values])
     records: list[ShardRecord] = []
     total = 0
 
@@ -72,7 +78,10 @@ def write_file(folder: Folder, name: str, values: Sequence[BoxValue], shapes: Ma
 
 
 def start(folder: Folder) -> None:
-    """Make ``folder`` no checkpoint before it is written anew: an old manifest would vouch for half-written files."""
+    """Make ``folder`` no checkpoint before it is written anew: an old manifest would vouch for half-written files.
+
+    Raises CheckpointError if the storage refuses.
+    """
     if folder.size(MANIFEST) is not None:
         folder.rename(MANIFEST, f"{MANIFEST}.old")
         folder.settle()
@@ -85,16 +94,14 @@ def commit(directory: Folder, folder: Folder, manifest: Manifest) -> None:
     checkpoints.
     """
     _check_whole(folder, manifest)
-    try:
-        for other in find_checkpoints(directory):
-            if step_of(other) > manifest.step:
-                other.rename(MANIFEST, f"{MANIFEST}.superseded")
-        folder.settle()
-        folder.write(MANIFEST, [manifest.dumps().encode()])
-        folder.settle()
-        directory.settle()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: it can't be committed ({error.strerror or error})") from None
+    for other in find_checkpoints(directory):
+        if step_of(other) > manifest.step:
+            other.rename(MANIFEST, f"{MANIFEST}.superseded")
+            other.settle()
+    folder.settle()
+    folder.write(MANIFEST, [manifest.dumps().encode()])
+    folder.settle()
+    directory.settle()
     try:
         directory.write(LATEST, [f"{folder.name}\n".encode()])
     except CheckpointError as error:
@@ -106,7 +113,7 @@ def abandon(folder: Folder) -> None:
     try:
         if folder.size(MANIFEST) is None:
             folder.remove()
-    except (OSError, CheckpointError) as error:
+    except CheckpointError as error:
         logger.warning("could not remove what is left of %s: %s", folder, error)
 
 
@@ -118,16 +125,20 @@ def prune(directory: Folder, *, keep: int, keep_every: int = 0, used: Collection
     """
     if not keep:
         return
-    found = find_checkpoints(directory)
+    try:
+        found, folders = find_checkpoints(directory), step_folders(directory)
+    except CheckpointError as error:
+        logger.warning("could not drop old checkpoints: %s", error)
+        return
     stays = {folder.name for folder in found[:keep]} | set(used)
     stays |= {folder.name for folder in found if keep_every and step_of(folder) % keep_every == 0}
-    for folder in step_folders(directory):
+    for folder in folders:
         if not found or folder.name in stays or step_of(folder) > step_of(found[0]):
             continue
         try:
             start(folder)
             folder.remove()
-        except (OSError, CheckpointError) as error:
+        except CheckpointError as error:
             logger.warning("could not drop the old checkpoint %s: %s", folder, error)
 
 
@@ -145,8 +156,3 @@ def _check_whole(folder: Folder, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{folder}: of {tensor} {found[tensor]} of {prod(shape)} elements were written; it is not committed"
             )
-
-
-def _entry(tensor: str, box: Box) -> str:
-    ranges = ",".join(f"{lo}:{hi}" for lo, hi in zip(box.lo, box.hi))
-    return f"{tensor}[{ranges}]"

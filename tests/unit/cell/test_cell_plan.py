@@ -135,7 +135,8 @@ def test_how_to_go_on_fits_how_it_was_started():
 def test_a_checkpoint_older_than_a_key_can_be_gone_on_from():
     folder = checkpoint(job_of(), 5)
     text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text.replace('"eval": {\n   "every": 0,', '"eval": {'))
+    text = text.replace('"eval": {\n   "every": 0,', '"eval": {')
+    (folder / "manifest.json").write_text(text.rpartition(',\n "xxh3"')[0] + "}")
     assert '"every": 0' not in (folder / "manifest.json").read_text().split('"eval"')[1].split("}")[0]
     assert plan(job_of()).done_steps == 5
 

@@ -122,3 +122,74 @@ def test_holdings_say_in_model_coordinates_what_lies_where():
         whole = Box(lo=(0, 0), hi=(3, 3))
         found[transfer.part.slices(whole)] = values[transfer.part.slices(box)]
     np.testing.assert_array_equal(found, [[-1, -1, -1], [3, 4, -1], [6, 7, -1]])
+
+
+def test_a_pinned_snapshot_stays_as_it_is_until_it_is_let_go():
+    file, _ = slot_file()
+    for step in (1, 2, 3):
+        take(file, step)
+    assert file.pin(1) and file.pinned() == (1,)
+    for step in range(4, 20):
+        take(file, step)
+        assert file.pinned() == (1,) and sorted(file.steps()) == [1, step - 1, step]
+        assert file.read(1).payload.tolist() == [1] * NUMEL
+    file.unpin()
+    assert file.pinned() == ()
+    take(file, 20)
+    assert sorted(file.steps()) == [18, 19, 20]
+
+
+def test_only_a_snapshot_that_is_there_can_be_pinned():
+    file, _ = slot_file()
+    take(file, 1)
+    assert not file.pin(2) and file.pinned() == ()
+
+
+@pytest.mark.parametrize("pinned", range(1, 12))
+def test_anchors_and_the_newest_stay_beside_a_pinned_one(pinned):
+    """Whichever step is pinned, an anchor or none: with five slots there is always one to write into."""
+    file, _ = slot_file(num_slots=5)
+    for step in range(1, 40):
+        take(file, step, is_anchor=step % 5 == 0)
+        if step == pinned:
+            assert file.pin(step)
+        if step >= pinned:
+            assert file.pinned() == (pinned,) and file.read(pinned).payload[0] == pinned
+        anchors = [s for s in range(1, step + 1) if s % 5 == 0][-2:]
+        assert {*anchors, *range(max(1, step - 1), step + 1)} <= set(file.steps())
+
+
+def test_a_step_that_is_done_again_is_not_the_one_that_was_pinned():
+    """Who saves it looks afterwards whether it is pinned still, and is not told that of other bytes."""
+    file, _ = slot_file()
+    for step in (1, 2):
+        take(file, step)
+    file.pin(2)
+    slot = file.begin(2)
+    assert file.pinned() == ()
+    file.commit(slot, step=2, generation=2, extra={})
+    assert file.pinned() == () and file.steps() == {1: 1, 2: 2}
+
+
+def test_what_is_forgotten_is_not_pinned_any_more():
+    file, _ = slot_file()
+    for step in (1, 2, 3):
+        take(file, step)
+    file.pin(1)
+    file.pin(3)
+    assert sorted(file.pinned()) == [1, 3]
+    file.forget_after(1)
+    assert file.pinned() == (1,)
+
+
+def test_slots_that_are_prepared_for_other_boxes_hold_no_pins():
+    file, memory = slot_file()
+    take(file, 1)
+    file.pin(1)
+    SlotFile(memory).prepare(INDEX, 4 * NUMEL, 3, Cadence(every=1))
+    assert file.pinned() == (1,), "the same boxes keep what they have"
+    SlotFile(memory).prepare(INDEX[:1], 4 * NUMEL, 3, Cadence(every=1))
+    assert file.pinned() == ()
+    for step in range(1, 5):
+        take(file, step)
+    assert file.pinned() == () and sorted(file.steps()) == [2, 3, 4]
