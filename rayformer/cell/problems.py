@@ -62,9 +62,7 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
 def _initial(job: Job, where: str) -> Iterator[Problem]:
     """Whether there are weights of this model to start from."""
     try:
-        for key, asked, found in initial.differences(where, job.dump()["model"]):
-            rule = f"the weights of checkpoint.init_from={where} are of a model with {found!r}"
-            yield Problem(keys={f"model.{key}": asked}, rule=rule, fix="set it to that, or start from others")
+        yield from initial.problems(where, job)
     except CheckpointError as error:
         fix = "name hf:FOLDER of a Hugging Face model, or a checkpoint"
         yield Problem(keys={"checkpoint.init_from": where}, rule=str(error), fix=fix)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from rayformer.ckpt.storage import Folder, folder_at
+from rayformer.ckpt.storage import Folder, folder_at, is_plain_name
 from rayformer.errors import CheckpointError, DamagedError
 from rayformer.shards import Box, Holding
 
@@ -147,9 +147,10 @@ def check_files(folder: Folder, manifest: Manifest) -> None:
 
 
 def _shard(path: str, tensor: str, entry: Mapping[str, Any], shard: Mapping[str, Any]) -> ShardRecord:
-    file = PurePosixPath(shard["file"])
-    if len(file.parts) != 1 or file.name in ("", ".", ".."):
-        raise CheckpointError(f"{path}: {tensor} lies in {str(file)!r}, outside of the checkpoint's folder; refuse it")
+    if not is_plain_name(shard["file"]):
+        raise CheckpointError(
+            f"{path}: {tensor} lies in {shard['file']!r}, outside of the checkpoint's folder; refuse it"
+        )
     record = ShardRecord.from_json(tensor, entry["shape"], entry["dtype"], shard)
     if record.dtype != "F32" or record.num_bytes != 4 * prod(record.box.shape):
         raise CheckpointError(f"{path}: {tensor} has {record.num_bytes} bytes of {record.dtype} for {record.box}")

@@ -229,6 +229,11 @@ def is_uri(where: str | Path) -> bool:
     return "://" in str(where)
 
 
+def is_plain_name(file: str) -> bool:
+    """Whether ``file`` is the name of something in a folder, and leads nowhere else."""
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
+
+
 def _write_all(disk: Disk, descriptor: int, part: memoryview) -> None:
     while part:
         part = part[disk.write(descriptor, part) :]
