@@ -302,7 +302,7 @@ def _gpt2_config(model: ModelConfig, wanted: object) -> dict[str, Any]:
     names |= {ours: theirs for theirs, ours in _GPT2_ACTIVATIONS.items() if theirs == wanted}
     return {
         "n_embd": model.hidden,
-        "n_inner": model.ffn,
+        "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
         "n_layer": model.layers,
         "n_positions": model.max_positions,
         "n_head": model.heads,

@@ -144,9 +144,9 @@ class HFWeights:
             files = _files(self.folder)
         elif SINGLE in names:
             files = [SINGLE]
-        elif any(name.endswith(_PICKLES) for name in names):
+        elif pickles := sorted(name for name in names if name.endswith(_PICKLES)):
             raise CheckpointError(
-                f"{self.folder}: its weights are pickles, which are never read; save them as safetensors"
+                f"{self.folder}/{pickles[0]}: its weights are pickles, which are never read; save them as safetensors"
             )
         else:
             raise CheckpointError(f"{self.folder}: there is neither {SINGLE} nor {INDEX}")
