@@ -1,5 +1,7 @@
 """What is exported is one set of files whatever the layout, and transformers and we compute the same from each."""
 
+import pickle
+import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -187,6 +189,42 @@ def test_what_transformers_saves_gives_the_same_in_ours(run_cells, corpus, their
         tp = layout.get("tp", 1)
         for expected, parts in zip(logits, zip(*[result[1] for result in results[:tp]])):
             assert np.abs(np.concatenate(parts, axis=-1) - expected).max() < 1e-5
+
+
+class Planted:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def load_each(member, tree, folders, how):
+    """What a cell says of every folder, which it must refuse."""
+    told = []
+    with open_cell(member, tree) as cell:
+        for folder in folders:
+            with pytest.raises(CheckpointError) as error:
+                how(cell, folder)
+            told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("how", [load_checkpoint, load_weights])
+def test_a_pickle_in_place_of_a_file_never_runs_in_a_cell(run_cells, corpus, saved, how, tmp_path):  # B109
+    source = Path(saved("llama")[2]) / step_folder(STEPS)
+    marker, planted = tmp_path / "ran", []
+    for file in sorted(source.iterdir()):
+        folder = tmp_path / f"with {file.name}"
+        shutil.copytree(source, folder)
+        (folder / file.name).write_bytes(pickle.dumps(Planted(marker)) + b"\0" * file.stat().st_size)
+        planted.append(folder / file.name)
+    assert len(planted) == 3
+    (told,) = run_cells(1, load_each, tree_of(corpus, "llama"), [str(file.parent) for file in planted], how)
+    assert all(str(file) in said for file, said in zip(planted, told)), told
+    assert not marker.exists()
 
 
 def load_what_is_not_ours(member, tree, where):

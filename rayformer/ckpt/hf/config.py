@@ -75,19 +75,18 @@ def section_differences(found: Mapping[str, Any], asked: Mapping[str, Any]) -> I
             yield key, found.get(key), asked.get(key)
 
 
-def hf_config(model: ModelConfig, *, dtype: str, seq: int, base: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` of ``model``, its weights in ``dtype``.
+def hf_config(model: ModelConfig, *, dtype: str, seq: int | None, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of ``model``, its weights in ``dtype``; it was trained on sequences of ``seq``, None if not.
 
-    What ``model`` does not say (ids of special tokens, the longest sequence) is taken from ``base``, the config that it
-    was imported with, if that is of the same model; else ``seq`` is the longest sequence. Raises CheckpointError if
-    the model is of no family.
+    What ``model`` does not say (ids of special tokens, a longer longest sequence) is taken from ``base``, the config
+    that it was imported with, empty if it was not. Raises CheckpointError if the model is of no family.
     """
     family = _family(model, base.get("model_type"))
     if family == "gpt2":
         own = _gpt2_config(model, base.get("activation_function"))
     else:
         own = _rope_config(model, family, base)
-        own |= {"max_position_embeddings": base.get("max_position_embeddings", seq)}
+        own |= {"max_position_embeddings": max(base.get("max_position_embeddings", 0), seq or 0) or 2048}
     defaults = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
     kept = {key: value for key, value in base.items() if key not in _OLD_KEYS}
     return {

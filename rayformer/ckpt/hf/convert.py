@@ -56,7 +56,7 @@ def export(
     model, job = exported_model(folder, manifest), manifest.job
     base = _base(folder, model)
     dtype = dtype or job.get("precision", {}).get("params", "fp32")
-    config = hf_config(model, dtype=_NAMES[dtype][1], seq=job.get("batch", {}).get("seq", 2048), base=base)
+    config = hf_config(model, dtype=_NAMES[dtype][1], seq=job.get("batch", {}).get("seq"), base=base)
     config = {key: config[key] for key in sorted(config)}
     tensors = hf_tensors(model, family_of(config, where=str(target)))
     source = Source(folder, manifest)

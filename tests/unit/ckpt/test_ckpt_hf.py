@@ -203,6 +203,13 @@ def test_a_model_of_no_family_is_refused_by_name(options, told):
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize(("base", "seq", "longest"), [(96, None, 96), (96, 16, 96), (96, 128, 128), (None, 16, 16)])
+def test_the_longest_sequence_is_that_of_either(base, seq, longest):
+    model = model_of({"model_type": "llama", **SMALL})
+    config = hf_config(model, dtype="float32", seq=seq, base={"max_position_embeddings": base} if base else {})
+    assert config["max_position_embeddings"] == longest
+
+
 def test_only_a_mistral_has_a_window():
     assert longest_sequence({"model_type": "mistral"}) == MistralConfig().sliding_window
     assert longest_sequence({"model_type": "mistral", "sliding_window": None}) is None

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.append(str(Path(__file__).parent))
-from test_ckpt_hf import CONFIGS
+from test_ckpt_hf import CONFIGS, SMALL
 
-from rayformer.ckpt.hf.convert import _cast, import_weights
+from rayformer.ckpt.hf.convert import _cast, export, import_weights
 from rayformer.ckpt.hf.weights import SIDE_FILES, HFWeights
 from rayformer.ckpt.manifest import MANIFEST, read_manifest, step_folder
 from rayformer.ckpt.reader import read_boxes
@@ -390,6 +391,29 @@ def test_a_folder_without_a_model_is_told(tmp_path, capsys):
     (tmp_path / "theirs" / "model.safetensors").unlink()
     told = refused(capsys, "import", tmp_path / "theirs", tmp_path / "ckpt")
     assert "there is neither model.safetensors nor model.safetensors.index.json" in told
+
+
+# What is in memory
+
+
+def peak_of(work):
+    tracemalloc.start()
+    work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_neither_way_has_the_whole_model_in_memory(tmp_path):
+    config = LlamaConfig(**{**SMALL, "num_hidden_layers": 40, "hidden_size": 192, "intermediate_size": 512})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="1MB")
+    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    source, directory = HFWeights(tmp_path / "theirs"), folder_at(tmp_path / "ckpt")
+    assert peak_of(lambda: import_weights(source, directory)) < num_bytes / 8
+    folder = directory / step_folder(0)
+    manifest, target = read_manifest(folder), folder_at(tmp_path / "out")
+    assert peak_of(lambda: export(folder, manifest, target, dtype="bf16")) < num_bytes / 8
 
 
 # What travels along
