@@ -59,6 +59,14 @@ class SaveDue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveWaits:
+    """A checkpoint is due after ``step``, and training waits until the one before it is written."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveSkipped:
     """A checkpoint was due after ``step``, and the one before it was still being written."""
 
@@ -86,7 +94,7 @@ class CellDone:
     sample: str | None = None
 
 
-CellEvent = StepReport | CheckpointSaved | SaveDue | SaveSkipped | SaveFailed | CellDone
+CellEvent = StepReport | CheckpointSaved | SaveDue | SaveWaits | SaveSkipped | SaveFailed | CellDone
 
 
 @dataclass(frozen=True, kw_only=True)

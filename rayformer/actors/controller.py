@@ -84,6 +84,7 @@ from rayformer.events import (
     SaveDue,
     SaveFailed,
     SaveSkipped,
+    SaveWaits,
     StepReport,
     plain,
 )
@@ -402,6 +403,9 @@ class Controller:
             case CheckpointSaved():
                 self._checkpoint = event.step, self._plan.checkpoints / step_folder(event.step)
                 self._show(event)
+            case SaveWaits(step=step):
+                self._recorder.take(event)
+                self._shown.put_nowait(Noted(text=f"training waits after step {step} for the checkpoint before"))
             case SaveSkipped():
                 self._recorder.take(event)
                 self._shown.put_nowait(Noted(text=skipped(event)))

@@ -24,6 +24,10 @@ from rayformer.errors import RunError
 from rayformer.layout import Cell, Layout
 
 logger = logging.getLogger("rayformer.crew")
+# Made once: Ray publishes a class each time that it is made remote, and keeps what it published.
+_WORKER = ray.remote(concurrency_groups={"control": 2, "tether": 1})(Worker)
+_HOLDER = ray.remote(max_concurrency=4, concurrency_groups={"tether": 1})(Holder)
+_SAVER = ray.remote(concurrency_groups={"control": 1})(Saver)
 RETRY_S, TRIES = 0.2, 5
 UP_S = 300.0  # seconds that a process may take to come up where there is room for it
 ROOM_S = 3.0  # seconds until a lost cell that finds no place is told
@@ -97,11 +101,9 @@ class Crew:
             following.keep_copies_of.remote([holder] if len(ring) > 1 else [])
 
     def _holder(self, node: str) -> ActorHandle:
-        holder: ActorHandle = (
-            ray.remote(max_concurrency=4, concurrency_groups={"tether": 1})(Holder)
-            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote()
-        )
+        holder: ActorHandle = _HOLDER.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote()
         self._spawn(self._tether_holder(node, holder))
         return holder
 
@@ -125,11 +127,9 @@ class Crew:
     def saver(self, node: str) -> ActorHandle:
         """The process that writes the checkpoints of ``node``."""
         if node not in self._savers:
-            self._savers[node] = (
-                ray.remote(concurrency_groups={"control": 1})(Saver)
-                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-                .remote()
-            )
+            self._savers[node] = _SAVER.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            ).remote()
         return self._savers[node]
 
     def drop_saver(self, node: str) -> None:
@@ -235,18 +235,14 @@ class Crew:
     def _worker(self, *, num_cpus: float, num_gpus: int, strategy: Any) -> Hand:
         name = f"worker-{self._num_started:04d}"
         self._num_started += 1
-        actor = (
-            ray.remote(concurrency_groups={"control": 2, "tether": 1})(Worker)
-            .options(
-                name=f"{self._job.run.name}/{name}",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                max_restarts=0,
-                max_task_retries=0,
-                scheduling_strategy=strategy,
-            )
-            .remote(name, str(self._plan.files.logs / f"{name}.log"))
-        )
+        actor = _WORKER.options(
+            name=f"{self._job.run.name}/{name}",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        ).remote(name, str(self._plan.files.logs / f"{name}.log"))
         hand = Hand(name=name, actor=actor)
         self._spawn(self._tether(hand))
         return hand

@@ -36,7 +36,7 @@ from rayformer.cell.snapshot import Snapshots, restore, slot_bytes
 from rayformer.cell.state import load_checkpoint, load_weights
 from rayformer.ckpt.slots import PAGE, map_memory
 from rayformer.errors import CollectiveError
-from rayformer.events import CellDone, CellEvent, CheckpointSaved, SaveDue, StepReport, plain
+from rayformer.events import CellDone, CellEvent, CheckpointSaved, SaveDue, SaveWaits, StepReport, plain
 from rayformer.faults.marks import Marks
 from rayformer.faults.plan import resolve_faults
 from rayformer.faults.wrap import FaultyProgress
@@ -336,8 +336,8 @@ class Worker:
         for event in events:
             if reports or isinstance(event, CellDone):
                 self._outbox.append(event)
-            # What led to a checkpoint, or to the end, must not get lost from then on.
-            durable = isinstance(event, CheckpointSaved | SaveDue | CellDone)
+            # What led to a checkpoint, or to the end, must not get lost from then on, nor wait for long.
+            durable = isinstance(event, CheckpointSaved | SaveDue | SaveWaits | CellDone)
             if self._outbox and (durable or time.monotonic() - sent >= REPORT_EVERY_S):
                 batch, self._outbox = tuple(self._outbox), []
                 yield batch

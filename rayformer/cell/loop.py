@@ -17,7 +17,16 @@ from rayformer.cell.step import StepRunner
 from rayformer.ckpt.manifest import MANIFEST, read_manifest, step_folder
 from rayformer.ckpt.storage import Folder, folder_at
 from rayformer.errors import RunError
-from rayformer.events import CellDone, CellEvent, CheckpointSaved, SaveDue, SaveFailed, SaveSkipped, StepReport
+from rayformer.events import (
+    CellDone,
+    CellEvent,
+    CheckpointSaved,
+    SaveDue,
+    SaveFailed,
+    SaveSkipped,
+    SaveWaits,
+    StepReport,
+)
 
 MAX_SKIPPED = 10
 STEPS_UNTIL_SETTLED = 5  # the first are slower, and first copies touch new memory
@@ -124,6 +133,8 @@ class _AfterStep:
         if skips:
             told = iter([SaveSkipped(generation=generation, step=step)])
         elif saves:
+            if self._snapshots is not None and self._snapshots.is_pinned:
+                yield SaveWaits(generation=generation, step=step)
             report, told = self._save(report, last, goes_on)
         if report is not None:
             yield report

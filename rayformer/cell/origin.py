@@ -6,11 +6,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from rayformer.ckpt.manifest import Manifest, check_files, find_checkpoints, read_manifest
-from rayformer.ckpt.storage import Folder, folder_at
+from rayformer.ckpt.storage import Folder, folder_at, without_keys
 from rayformer.config.job import Job, resolve
 from rayformer.config.resume import resume_problems
 from rayformer.errors import CheckpointError, DamagedError, Problem
@@ -62,6 +63,13 @@ def checkpoint_folder(job: Job) -> Folder:
     if job.checkpoint.dir == "auto":
         return folder_at(run_folder(job).checkpoints)
     return folder_at(job.checkpoint.dir)
+
+
+def shown_job(job: Job) -> dict[str, Any]:
+    """A job as it is written down, without the keys to a storage."""
+    tree = job.dump()
+    tree["checkpoint"]["dir"] = without_keys(job.checkpoint.dir)
+    return tree
 
 
 def starts_anew(job: Job, *, fresh: bool) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, starts_anew
+from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, shown_job, starts_anew
 from rayformer.ckpt.initial import absolute, copy_companions
 from rayformer.ckpt.manifest import MANIFEST, find_checkpoints
 from rayformer.ckpt.storage import Folder, LocalFolder, folder_at
@@ -136,7 +136,7 @@ def open_run(plan: RunPlan) -> Iterator[None]:
         files.create()
         if plan.init_from is not None:
             copy_companions(plan.init_from, plan.checkpoints)
-        files.job_yaml.write_text(yaml.safe_dump(plan.job.dump(), sort_keys=False), encoding="utf-8")
+        files.job_yaml.write_text(yaml.safe_dump(shown_job(plan.job), sort_keys=False), encoding="utf-8")
         yield
 
 

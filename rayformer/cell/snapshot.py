@@ -109,8 +109,8 @@ class Snapshots:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a checkpoint is still being written from here."""
-        return bool(self.file.pinned())
+        """Whether a checkpoint of another step is still being written from here."""
+        return any(step != self._cell.position.step for step in self.file.pinned())
 
     def pin(self, is_given_up: Callable[[], bool]) -> None:
         """Keep the state as it is now for a checkpoint, once the one before it is written.
@@ -118,7 +118,7 @@ class Snapshots:
         Raises CollectiveError if the generation ``is_given_up`` meanwhile.
         """
         step = self._cell.position.step
-        while any(pinned != step for pinned in self.file.pinned()):
+        while self.is_pinned:
             if is_given_up():
                 raise CollectiveError("the generation was given up while a checkpoint was written")
             time.sleep(LOOK_EVERY_S)

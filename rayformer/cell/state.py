@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rayformer.cell.build import Cell
+from rayformer.cell.origin import shown_job
 from rayformer.cell.process import environment
 from rayformer.cell.snapshot import slot_index
 from rayformer.ckpt.hash import box_hash, shown
@@ -57,7 +58,7 @@ def make_manifest(
         layout={axis: degrees.size(axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")},
         virtual_ranks=job.batch.num_virtual_ranks,
         order=job.data.order,
-        job=job.dump(),
+        job=shown_job(job),
         environment=found,
         state_hash=state_hash,
         shards=records,

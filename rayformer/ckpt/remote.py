@@ -7,7 +7,6 @@ Other file systems (HDFS) rename at once, and get them written beside their plac
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
@@ -16,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from rayformer.ckpt.storage import Buffer, Folder, OpenFile
+from rayformer.ckpt.storage import Buffer, Folder, OpenFile, without_keys
 from rayformer.errors import CheckpointError, DamagedError
 
 _STORES = {"s3", "gcs", "abfs"}  # objects, which appear when they are complete
@@ -31,7 +30,7 @@ class ArrowFolder(Folder):
         self._address = address.rstrip("/")
 
     def __str__(self) -> str:
-        return re.sub(r"//[^/@]*@", "//", self._address)  # no keys in messages
+        return without_keys(self._address)
 
     def __repr__(self) -> str:
         return f"ArrowFolder({self})"

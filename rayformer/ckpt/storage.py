@@ -8,6 +8,7 @@ either, so that both commit alike: first the data, last the manifest, which alon
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -222,6 +223,11 @@ def folder_at(where: str | Path | Folder) -> Folder:
 
         return ArrowFolder(str(where))
     return LocalFolder(Path(where).expanduser().absolute())
+
+
+def without_keys(where: str) -> str:
+    """``where`` without the name and the password that a URI may have."""
+    return re.sub(r"://[^/?@]*@", "://", where)
 
 
 def is_uri(where: str | Path) -> bool:

@@ -13,6 +13,7 @@ from rayformer.events import (
     SaveDue,
     SaveFailed,
     SaveSkipped,
+    SaveWaits,
     StepReport,
 )
 from rayformer.observe.display import Display
@@ -48,6 +49,8 @@ class Recorder:
                 }
                 self._journal.write(JournalEntry(kind="saved", generation=event.generation, values=values))
                 self.display.saved(event)
+            case SaveWaits(step=step):
+                self._journal.write(JournalEntry(kind="save_waits", generation=event.generation, values={"step": step}))
             case SaveSkipped(step=step):
                 values = {"step": step}
                 self._journal.write(JournalEntry(kind="save_skipped", generation=event.generation, values=values))
