@@ -19,6 +19,7 @@ from typing import Protocol
 from rayformer.errors import CheckpointError, DamagedError
 
 Buffer = bytes | memoryview
+_HERE = "file://"
 
 
 class OpenFile(Protocol):
@@ -222,7 +223,7 @@ def folder_at(where: str | Path | Folder) -> Folder:
         from rayformer.ckpt.remote import ArrowFolder  # pyarrow takes its time to import
 
         return ArrowFolder(str(where))
-    return LocalFolder(Path(where).expanduser().absolute())
+    return LocalFolder(Path(str(where).removeprefix(_HERE)).expanduser().absolute())
 
 
 def without_keys(where: str) -> str:
@@ -231,8 +232,8 @@ def without_keys(where: str) -> str:
 
 
 def is_uri(where: str | Path) -> bool:
-    """Whether ``where`` is an address elsewhere; ``file:`` is here."""
-    return "://" in str(where)
+    """Whether ``where`` is an address elsewhere; ``file://`` is here."""
+    return "://" in str(where) and not str(where).startswith(_HERE)
 
 
 def is_plain_name(file: str) -> bool:

@@ -430,6 +430,14 @@ def test_tokenizer_files_travel_along(tmp_path):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
 
 
+@pytest.mark.parametrize("address", ["{}", "file://{}", "hf:{}", "hf:file://{}"])
+def test_a_folder_is_a_path_or_an_address(address, tmp_path):
+    theirs = save("llama", tmp_path / "theirs")
+    run("import", address.format(tmp_path / "theirs"), f"file://{tmp_path}/ckpt")
+    run("export", f"file://{tmp_path}/ckpt", f"file://{tmp_path}/out")
+    same_bits(tensors_in(tmp_path / "out"), theirs)
+
+
 def test_export_needs_an_empty_folder_and_a_known_dtype(tmp_path, capsys):
     checkpoint_of(tmp_path, [])
     (tmp_path / "out").mkdir()
