@@ -113,37 +113,23 @@ def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _family(model: ModelConfig, wanted: object) -> Family:
     """The family that ``model`` is of; ``wanted`` decides where it could be two."""
+    even = model.hidden // model.heads
+    found = {**model.model_dump(), "kv_heads": model.num_kv_heads, "head_dim": model.width}
     if model.position == "learned":
-        needed: dict[str, object] = {
-            "norm": "layernorm",
-            "bias": True,
-            "qk_norm": False,
-            "head_dim": model.hidden // model.heads,
-        }
-        found: dict[str, object] = {
-            "norm": model.norm,
-            "bias": model.bias,
-            "qk_norm": model.qk_norm,
-            "head_dim": model.width,
-        }
-        needed |= {"kv_heads": model.heads, "activation": model.activation}
-        found |= {"kv_heads": model.num_kv_heads, "activation": model.activation}
+        needed = {"norm": "layernorm", "bias": True, "qk_norm": False, "kv_heads": model.heads, "head_dim": even}
         if model.activation not in _GPT2_ACTIVATIONS.values():
             needed["activation"] = "gelu_tanh"
         _refuse_differences(found, needed, "gpt2, the family with learned positions,")
         return "gpt2"
     needed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
-    found = {key: getattr(model, key) for key in needed}
     _refuse_differences(found, needed, "llama, mistral, qwen2 or qwen3")
     if model.qk_norm:
-        _refuse_differences(
-            {"bias": model.bias, "qkv_bias": model.qkv_bias}, {"bias": False, "qkv_bias": False}, "qwen3"
-        )
+        _refuse_differences(found, {"bias": False, "qkv_bias": False}, "qwen3")
         return "qwen3"
     if model.bias:
         return "llama"
     if model.qkv_bias:
-        _refuse_differences({"head_dim": model.width}, {"head_dim": model.hidden // model.heads}, "qwen2")
+        _refuse_differences(found, {"head_dim": even}, "qwen2")
         return "qwen2"
     if model.hidden % model.heads:  # transformers refuses that in a Llama whatever its head_dim
         return "mistral"
