@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
 from rayformer.ckpt import initial
-from rayformer.ckpt.storage import LocalFolder
+from rayformer.ckpt.storage import LocalFolder, without_keys
 from rayformer.config.job import Job
 from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
@@ -65,7 +65,7 @@ def _initial(job: Job, where: str) -> Iterator[Problem]:
         yield from initial.problems(where, job)
     except CheckpointError as error:
         fix = "name hf:FOLDER of a Hugging Face model, or a checkpoint"
-        yield Problem(keys={"checkpoint.init_from": where}, rule=str(error), fix=fix)
+        yield Problem(keys={"checkpoint.init_from": without_keys(where)}, rule=str(error), fix=fix)
 
 
 def _stages(job: Job) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from rayformer.ckpt.hf.weights import PREFIX, SIDE_FOLDER, HFWeights, copy_side_
 from rayformer.ckpt.inspect import resolve_checkpoint
 from rayformer.ckpt.manifest import check_files, read_manifest
 from rayformer.ckpt.reader import Source
-from rayformer.ckpt.storage import Folder, folder_at, is_uri
+from rayformer.ckpt.storage import Folder, folder_at, is_uri, without_keys
 from rayformer.config.job import Job
 from rayformer.errors import Problem
 from rayformer.shards import Box, tensor_name
@@ -51,7 +51,7 @@ def problems(where: str, job: Job) -> Iterator[Problem]:
         manifest = read_manifest(folder)
         check_files(folder, manifest)
         config, found = side_config(folder.parent), manifest.job["model"]
-    of_whom = f"the weights of checkpoint.init_from={where} are of a model"
+    of_whom = f"the weights of checkpoint.init_from={without_keys(where)} are of a model"
     for key, has, asked in section_differences(found, job.dump()["model"]):
         rule = f"{of_whom} with {has!r}"
         yield Problem(keys={f"model.{key}": asked}, rule=rule, fix="set it to that, or start from others")

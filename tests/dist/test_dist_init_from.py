@@ -14,6 +14,7 @@ from cells import job_tree
 from hf_models import hf_model, load_weights, random_weights, token_losses
 from safetensors.torch import load_file
 
+from rayformer.cell.origin import shown_job
 from rayformer.cell.problems import job_problems
 from rayformer.ckpt.manifest import read_manifest, step_folder
 from rayformer.ckpt.reader import read_boxes
@@ -165,6 +166,11 @@ def test_weights_that_are_not_whole_are_told_before_the_start(theirs, job, tmp_p
         (broken / name).write_bytes((theirs / name).read_bytes()[:-4] if "safe" in name else (theirs / name).read_bytes())
     (told,) = problems(job(f"hf:{broken}"))
     assert told.startswith(f"checkpoint.init_from=hf:{broken}: {broken}/model.safetensors: it ends at byte ")
+
+
+def test_keys_to_a_storage_are_not_written_down(job):
+    told = shown_job(job_from_tree(job("hf:s3://name:secret@bucket/weights")))
+    assert told["checkpoint"]["init_from"] == "hf:s3://bucket/weights"
 
 
 def test_a_sequence_longer_than_the_window_is_refused(theirs, job, tmp_path):
