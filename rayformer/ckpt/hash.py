@@ -8,6 +8,7 @@ hash of the whole.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
@@ -18,80 +19,69 @@ import xxhash
 
 from rayformer.shards import Box
 
-_CHUNK = 1 << 14  # elements: what is worked on stays in the second cache
+_CHUNK = 1 << 14  # elements: what numpy works on at a time stays in the second cache
+_MANY = 1 << 22  # elements from which on it pays to load the compiled loop
 _C1, _C2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def box_hash(tensor: str, box: Box, shape: Sequence[int], values: npt.NDArray[np.generic]) -> int:
     """The part of the hash that comes from ``values``, which fill ``box`` of the global ``tensor`` of ``shape``."""
     assert values.shape == box.shape, f"{values.shape} values for {box}"
+    if values.size == 0:
+        return 0
     key = np.uint64(xxhash.xxh3_64_intdigest(tensor.encode()))
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
-    hasher = _Hasher(key)
-    at = 0
-    for start, length in _runs(box, shape):
-        hasher.add(bits[at : at + length], start)
-        at += length
-    return hasher.total
-
-
-class _Hasher:
-    """Adds up runs of elements whose indexes follow each other, in memory that is used again and again.
-
-    Short runs are gathered, so that numpy has something to do at a time.
-    """
-
-    def __init__(self, key: np.uint64) -> None:
-        self._key = key
-        self._index, self._mixed, self._spare = (np.empty(_CHUNK, dtype=np.uint64) for _ in range(3))
-        self._bits = np.empty(_CHUNK, dtype=np.uint64)
-        self._count = np.arange(_CHUNK, dtype=np.uint64)
-        self._sum, self._filled = 0, 0
-
-    def add(self, bits: npt.NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Add elements with the row-major indexes from ``start`` on."""
-        while bits.size:
-            num = min(bits.size, _CHUNK - self._filled)
-            to = slice(self._filled, self._filled + num)
-            np.add(self._count[:num], np.uint64(start), out=self._index[to])
-            self._bits[to] = bits[:num]
-            self._filled += num
-            if self._filled == _CHUNK:
-                self._flush()
-            bits, start = bits[num:], start + num
-
-    @property
-    def total(self) -> int:
-        self._flush()
-        return self._sum % 2**64
-
-    def _flush(self) -> None:
-        filled = slice(0, self._filled)
-        z, spare = self._mixed[filled], self._spare[filled]
-        np.bitwise_xor(self._index[filled], self._key, out=z)
-        _mix(z, spare)
-        np.bitwise_xor(z, self._bits[filled], out=z)
-        _mix(z, spare)
-        self._sum += int(z.sum(dtype=np.uint64))
-        self._filled = 0
-
-
-def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The runs of elements of ``box`` whose row-major indexes in a tensor of ``shape`` follow each other."""
-    last = max((dim for dim, n in enumerate(shape) if box.shape[dim] != n), default=0)  # dims after it are whole
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    length = prod(box.shape[last:])
-    if length == 0:
-        return
-    base = sum(lo * stride for lo, stride in zip(box.lo, strides))
-    for at in np.ndindex(*box.shape[:last]):
-        yield base + sum(i * stride for i, stride in zip(at, strides)), length
+    sum_rows = _sum_compiled if bits.size >= _MANY or "rayformer.ckpt.mix" in sys.modules else _sum_rows
+    return sum(sum_rows(key, start, stride, rows) for start, stride, rows in _runs(box, shape, bits)) % 2**64
 
 
 def shown(state_hash: int) -> str:
     """The hash as it is printed: 16 hex digits."""
     return f"{state_hash % 2**64:016x}"
+
+
+def _runs(box: Box, shape: Sequence[int], bits: Bits) -> Iterator[tuple[int, int, Bits]]:
+    """The elements of ``box`` as rows: the row-major index of the first in a tensor of ``shape``, how far one row is
+    from the next, and the rows, in each of which the indexes follow each other.
+    """
+    last = max((dim for dim, n in enumerate(shape) if box.shape[dim] != n), default=0)  # dims after it are whole
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(lo * stride for lo, stride in zip(box.lo, strides))
+    length = prod(box.shape[last:])
+    if last == 0:
+        yield base, 0, bits.reshape(1, -1)
+        return
+    blocks = bits.reshape(-1, box.shape[last - 1], length)
+    for block, at in zip(blocks, np.ndindex(*box.shape[: last - 1])):
+        yield base + sum(i * stride for i, stride in zip(at, strides)), strides[last - 1], block
+
+
+def _sum_compiled(key: np.uint64, start: int, stride: int, bits: Bits) -> int:
+    from rayformer.ckpt.mix import sum_rows
+
+    return int(sum_rows(key, np.uint64(start), np.uint64(stride), bits))
+
+
+def _sum_rows(key: np.uint64, start: int, stride: int, bits: Bits) -> int:
+    """The sum over ``bits`` [rows, elements]; row r has the indexes from ``start + r * stride`` on."""
+    total = 0
+    per_chunk = max(1, _CHUNK // bits.shape[1])
+    for row in range(0, bits.shape[0], per_chunk):
+        some = bits[row : row + per_chunk]
+        first = np.arange(row, row + len(some), dtype=np.uint64) * np.uint64(stride) + np.uint64(start)
+        for at in range(0, bits.shape[1], _CHUNK):
+            part = some[:, at : at + _CHUNK]
+            z = first[:, None] + np.arange(at, at + part.shape[1], dtype=np.uint64)
+            spare = np.empty_like(z)
+            np.bitwise_xor(z, key, out=z)
+            _mix(z, spare)
+            np.bitwise_xor(z, part, out=z)
+            _mix(z, spare)
+            total += int(z.sum(dtype=np.uint64))
+    return total
 
 
 def _mix(z: npt.NDArray[np.uint64], spare: npt.NDArray[np.uint64]) -> None:

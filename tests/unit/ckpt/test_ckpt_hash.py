@@ -1,11 +1,12 @@
 """The state hash: the documented sum, the same for every way to cut the state."""
 
 import struct
+import sys
 
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayformer.ckpt.hash import box_hash, shown
@@ -25,6 +26,13 @@ def recomputed(tensor, array):
     key = xxhash.xxh3_64_intdigest(tensor.encode())
     bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in array.reshape(-1).tolist()]
     return sum(mix(mix(key ^ i) ^ u) for i, u in enumerate(bits)) & M
+
+
+@pytest.fixture(params=["numpy", "compiled"], autouse=True)
+def loop(request, monkeypatch):
+    """Either of the two loops that compute it, whatever the size."""
+    monkeypatch.setattr("rayformer.ckpt.hash._MANY", {"numpy": 2**60, "compiled": 1}[request.param])
+    monkeypatch.delitem(sys.modules, "rayformer.ckpt.mix", raising=False)
 
 
 def values(shape, seed=0):
@@ -56,7 +64,7 @@ def partition(box, data):
     return partition(low, data) + partition(high, data)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_hashes_of_any_partition_add_up_to_that_of_the_whole(data):
     shape = data.draw(st.sampled_from([(20,), (6, 7), (3, 4, 5)]))
@@ -66,7 +74,7 @@ def test_hashes_of_any_partition_add_up_to_that_of_the_whole(data):
     assert sum(parts) % 2**64 == box_hash("w@exp_avg", whole(shape), shape, array)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 11), st.integers(0, 31))
 def test_one_flipped_bit_changes_it(element, bit):
     array = values((3, 4))
