@@ -68,7 +68,8 @@ def checkpoint_folder(job: Job) -> Folder:
 def shown_job(job: Job) -> dict[str, Any]:
     """A job as it is written down, without the keys to a storage."""
     tree = job.dump()
-    tree["checkpoint"]["dir"] = without_keys(job.checkpoint.dir)
+    section = tree["checkpoint"]
+    section |= {key: without_keys(section[key]) for key in ("dir", "resume", "init_from") if section[key] is not None}
     return tree
 
 

@@ -13,7 +13,7 @@ import yaml
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, shown_job, starts_anew
 from rayformer.ckpt.initial import absolute, copy_companions
 from rayformer.ckpt.manifest import MANIFEST, find_checkpoints
-from rayformer.ckpt.storage import Folder, LocalFolder, folder_at
+from rayformer.ckpt.storage import Folder, LocalFolder, folder_at, without_keys
 from rayformer.config.job import Job
 from rayformer.config.keys import is_key, nearest_key
 from rayformer.config.rules import batch_problems
@@ -194,6 +194,6 @@ def _notes(asked: Job, job: Job, origin: Origin) -> Iterator[str]:
     elif asked.batch.virtual_ranks not in ("auto", virtual_ranks):
         yield f"virtual_ranks is {virtual_ranks}, not {asked.batch.virtual_ranks}: every replica needs at least one"
     if manifest is None and job.checkpoint.init_from is not None:
-        yield f"starts from the weights of {job.checkpoint.init_from}"
+        yield f"starts from the weights of {without_keys(job.checkpoint.init_from)}"
     if not job.precision.deterministic:
         yield "precision.deterministic is off: the bits of two runs may differ"

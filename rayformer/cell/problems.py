@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
 from rayformer.ckpt import initial
-from rayformer.ckpt.storage import LocalFolder
+from rayformer.ckpt.storage import LocalFolder, without_keys
 from rayformer.config.job import Job
 from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
@@ -62,12 +62,10 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
 def _initial(job: Job, where: str) -> Iterator[Problem]:
     """Whether there are weights of this model to start from."""
     try:
-        for key, asked, found in initial.differences(where, job.dump()["model"]):
-            rule = f"the weights of checkpoint.init_from={where} are of a model with {found!r}"
-            yield Problem(keys={f"model.{key}": asked}, rule=rule, fix="set it to that, or start from others")
+        yield from initial.problems(where, job)
     except CheckpointError as error:
         fix = "name hf:FOLDER of a Hugging Face model, or a checkpoint"
-        yield Problem(keys={"checkpoint.init_from": where}, rule=str(error), fix=fix)
+        yield Problem(keys={"checkpoint.init_from": without_keys(where)}, rule=str(error), fix=fix)
 
 
 def _stages(job: Job) -> Iterator[Problem]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from rayformer.ckpt.hf.weights import PREFIX, SIDE_FOLDER, HFWeights, copy_side_files
+from rayformer.ckpt.hf.config import longest_sequence, section_differences
+from rayformer.ckpt.hf.weights import PREFIX, SIDE_FOLDER, HFWeights, copy_side_files, side_config
 from rayformer.ckpt.inspect import resolve_checkpoint
 from rayformer.ckpt.manifest import check_files, read_manifest
 from rayformer.ckpt.reader import Source
-from rayformer.ckpt.storage import Folder, folder_at, is_uri
+from rayformer.ckpt.storage import Folder, folder_at, is_uri, without_keys
+from rayformer.config.job import Job
+from rayformer.errors import Problem
 from rayformer.shards import Box, tensor_name
-
-# What a run may choose anew for the same weights.
-_FREE = {"dropout", "attention_dropout", "attention_impl", "compile"}
 
 
 class Weights(Protocol):
@@ -40,24 +40,25 @@ def absolute(where: str) -> str:
     return where if is_uri(path) else f"{prefix}{folder_at(path)}"
 
 
-def differences(where: str, model: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
-    """Keys of the ``model`` section of which what lies at ``where`` has another value: key, asked for, found.
-
-    Raises CheckpointError if it is not whole.
-    """
+def problems(where: str, job: Job) -> Iterator[Problem]:
+    """What keeps ``job`` from starting with the weights at ``where``. Raises CheckpointError if they are not whole."""
     if where.startswith(PREFIX):
         source = HFWeights(where.removeprefix(PREFIX))
-        source.check()
-        found: Mapping[str, Any] = source.model.model_dump(by_alias=True)
+        source.check_tied_head()
+        config, found = source.config, source.model.model_dump(by_alias=True)
     else:
         folder = resolve_checkpoint(where)
         manifest = read_manifest(folder)
         check_files(folder, manifest)
-        found = manifest.job["model"]
-    plain = _plain(found), _plain(model)
-    for key in plain[1] | plain[0]:
-        if key not in _FREE and plain[0].get(key) != plain[1].get(key):
-            yield key, plain[1].get(key), plain[0].get(key)
+        config, found = side_config(folder.parent), manifest.job["model"]
+    of_whom = f"the weights of checkpoint.init_from={without_keys(where)} are of a model"
+    for key, has, asked in section_differences(found, job.dump()["model"]):
+        rule = f"{of_whom} with {has!r}"
+        yield Problem(keys={f"model.{key}": asked}, rule=rule, fix="set it to that, or start from others")
+    window = longest_sequence(config)
+    if window is not None and window < job.batch.seq:
+        rule = f"{of_whom} in which a token sees {window} tokens at most, and here it sees all before it"
+        yield Problem(keys={"batch.seq": job.batch.seq}, rule=rule, fix=f"use at most {window}")
 
 
 def copy_companions(where: str, directory: Folder) -> None:
@@ -66,16 +67,6 @@ def copy_companions(where: str, directory: Folder) -> None:
         copy_side_files(folder_at(where.removeprefix(PREFIX)), directory / SIDE_FOLDER)
     else:
         copy_side_files(resolve_checkpoint(where).parent / SIDE_FOLDER, directory / SIDE_FOLDER)
-
-
-def _plain(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``model`` section with what it leaves open, so that two ways to say the same are equal."""
-    if "factory" in section:
-        return dict(section)
-    heads, hidden = section["heads"], section["hidden"]
-    bias = section.get("bias") or section.get("qkv_bias")
-    open_keys = {"kv_heads": heads, "head_dim": hidden // heads, "qkv_bias": bias}
-    return {**section, **{key: section.get(key) or value for key, value in open_keys.items()}}
 
 
 class _OfCheckpoint:

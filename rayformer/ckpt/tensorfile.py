@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from typing import Any
 
 from rayformer.ckpt.storage import Folder
@@ -49,6 +50,8 @@ def read_head(folder: Folder, file: str) -> dict[str, Entry]:
     size = folder.size(file)
     if size is None:
         raise DamagedError(f"{folder}/{file}: it is missing")
+    if size < 8:
+        raise DamagedError(f"{folder}/{file}: it has {size} bytes: no safetensors file")
     with folder.open(file) as opened:
         length = bytearray(8)
         opened.read_into(0, memoryview(length))
@@ -62,13 +65,17 @@ def read_head(folder: Folder, file: str) -> dict[str, Entry]:
         for name, told in json.loads(text).items():
             if name == "__metadata__":
                 continue
-            start, stop = told["data_offsets"]
-            entry = Entry(file=file, dtype=told["dtype"], shape=tuple(told["shape"]), offset=8 + num + start)
+            start, stop = map(index, told["data_offsets"])
+            entry = Entry(
+                file=file, dtype=told["dtype"], shape=tuple(map(index, told["shape"])), offset=8 + num + start
+            )
             if stop - start != WIDTHS.get(entry.dtype, 1) * prod(entry.shape) and entry.dtype in WIDTHS:
                 raise DamagedError(f"{folder}/{file}: {name} has not the bytes of {entry.dtype} {list(entry.shape)}")
+            if min(start, *entry.shape, 0) < 0:
+                raise DamagedError(f"{folder}/{file}: {name} has a shape or a place below 0")
             if 8 + num + stop > size:
                 raise DamagedError(f"{folder}/{file}: it ends at byte {size}, before {name} does")
             entries[name] = entry
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{folder}/{file}: its head is no JSON of tensors: no safetensors file") from None
     return entries

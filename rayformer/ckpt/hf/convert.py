@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from rayformer.ckpt.hash import shown
-from rayformer.ckpt.hf.config import family_of, hf_config
+from rayformer.ckpt.hf.config import family_of, hf_config, model_section, section_differences
 from rayformer.ckpt.hf.mapping import HFTensor, hf_tensors
 from rayformer.ckpt.hf.weights import (
     CONFIG,
@@ -23,7 +23,7 @@ from rayformer.ckpt.hf.weights import (
     SINGLE,
     HFWeights,
     copy_side_files,
-    read_json,
+    side_config,
 )
 from rayformer.ckpt.manifest import Manifest, ShardRecord, step_folder
 from rayformer.ckpt.reader import Source
@@ -50,13 +50,13 @@ def export(
 ) -> int:
     """Write the weights of a checkpoint to ``target`` as ``transformers`` loads them; how many bytes they are.
 
-    ``dtype`` is fp32, bf16 or fp16, None the one that the run computed in. The files are the same whatever layout the
-    checkpoint was saved from. Raises CheckpointError for a model that is of none of the families.
+    ``dtype`` is fp32, bf16 or fp16, None the one that the run computed in, or that was imported. The files are the same
+    whatever layout the checkpoint was saved from. Raises CheckpointError for a model that is of none of the families.
     """
     model, job = exported_model(folder, manifest), manifest.job
-    base = _base(folder)
+    base = _base(folder, model)
     dtype = dtype or job.get("precision", {}).get("params", "fp32")
-    config = hf_config(model, dtype=_NAMES[dtype][1], seq=job.get("batch", {}).get("seq", 2048), base=base)
+    config = hf_config(model, dtype=_NAMES[dtype][1], seq=job.get("batch", {}).get("seq"), base=base)
     config = {key: config[key] for key in sorted(config)}
     tensors = hf_tensors(model, family_of(config, where=str(target)))
     source = Source(folder, manifest)
@@ -72,7 +72,7 @@ def export(
         for tensor in of_file:
             data = _cast(tensor.name, _assembled(source, tensor), dtype)
             yield data
-            on_bytes(len(data))
+            on_bytes(4 * prod(tensor.shape))
 
     for name, of_file in zip(names, files):
         target.write(name, parts(of_file))
@@ -102,7 +102,7 @@ def exported_model(folder: Folder, manifest: Manifest) -> ModelConfig:
 
 def import_weights(source: HFWeights, directory: Folder, *, on_bytes: Callable[[int], None] = lambda _: None) -> Folder:
     """Write ``source`` as the checkpoint of step 0 in ``directory``, its moments zero; the checkpoint's folder."""
-    source.check()
+    source.check_tied_head()
     folder = directory / step_folder(0)
     start(folder)
     records: list[ShardRecord] = []
@@ -128,7 +128,11 @@ def import_weights(source: HFWeights, directory: Folder, *, on_bytes: Callable[[
         layout=dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 1),
         virtual_ranks=1,
         order="keyed",
-        job={"run": {"name": f"import of {source.folder.name}"}, "model": source.model.model_dump(by_alias=True)},
+        job={
+            "run": {"name": f"import of {source.folder.name}"},
+            "model": source.model.model_dump(by_alias=True),
+            "precision": {"params": source.dtype},
+        },
         environment={},
         state_hash=shown(total),
         shards=records,
@@ -143,10 +147,13 @@ def _block(name: str) -> str:
     return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
 
 
-def _base(folder: Folder) -> Mapping[str, Any]:
-    """The config that the run's model was imported with, if it was."""
-    side = folder.parent / SIDE_FOLDER
-    return read_json(side, CONFIG) if CONFIG in side.names() else {}
+def _base(folder: Folder, model: ModelConfig) -> Mapping[str, Any]:
+    """The config that the run's model was imported with, if it was this one."""
+    base = side_config(folder.parent)
+    if not base:
+        return base
+    found = model_section(base, where=f"{folder.parent / SIDE_FOLDER}/{CONFIG}")
+    return {} if any(section_differences(found, model.model_dump(by_alias=True))) else base
 
 
 def _split(tensors: Sequence[HFTensor], item: int, most: int) -> list[list[HFTensor]]:
