@@ -253,6 +253,11 @@ def is_uri(where: str | Path) -> bool:
     return "://" in str(where) and not str(where).startswith(_HERE)
 
 
+def is_plain_name(file: str) -> bool:
+    """Whether ``file`` is the name of something in a folder, and leads nowhere else."""
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
+
+
 def _path_of(uri: str) -> Path:
     """The path of a URI that begins with ``file://``. Raises CheckpointError if it names another machine."""
     parts = urlsplit(uri)
