@@ -180,6 +180,8 @@ def our_cells(tree: dict[str, Any], rank: int, world: int, store: dist.Store) ->
 
     def save(step: int) -> dict[str, Any]:
         snapshots.file.unpin()
+        for flat in cell.optimizer.flat_state():  # as the update before does, after this process had stood still
+            flat.mul_(1.0)
         cell.position.move_to(WARM + step, consumed_samples=2 * step)
         cell.groups.world.barrier()
         began = time.perf_counter()
@@ -276,6 +278,8 @@ def peer(tree: dict[str, Any], rank: int, world: int, store: dist.Store) -> Call
 
     def answer(request: tuple[str, str, str]) -> dict[str, float]:
         what, folder, kind = request
+        for tensor in saved.values():
+            tensor.to_local().mul_(1.0)
         dist.barrier()
         before, began = _rchar(), time.perf_counter()
         if what == "load":

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
+import xxhash
 
 from rayformer.cell.build import Cell
 from rayformer.cell.process import environment
@@ -29,6 +30,7 @@ from rayformer.events import StepReport, plain
 from rayformer.optim.scaler import LossScale
 from rayformer.shards import plan_transfers
 
+PIECE = 1 << 18  # elements that are copied at a time
 SHARE = 0.01  # of a step, for snapshots
 LOOK_EVERY_S = 0.005  # whether the checkpoint before is written
 ANCHOR_S, COPIED_BYTES_PER_S = 2.0, 50e6  # between two anchors there is time to make a copy on another node
@@ -91,11 +93,7 @@ class Snapshots:
         cell, started = self._cell, time.perf_counter()
         position, file = cell.position, self.file
         slot = file.begin(position.step)
-        payload = torch.frombuffer(file.payload(slot), dtype=torch.float32)
-        at = 0
-        for flat in cell.optimizer.flat_state():
-            payload[at : at + flat.numel()].copy_(flat)
-            at += flat.numel()
+        checksum = _copy(cell.optimizer.flat_state(), file.payload(slot))
         extra = {
             "updates": cell.optimizer.num_updates,
             "loss_scale": asdict(cell.optimizer.loss_scale),
@@ -107,7 +105,14 @@ class Snapshots:
             **self._more(),
         }
         is_anchor = self.cadence.is_anchor(position.step)
-        file.commit(slot, step=position.step, generation=cell.groups.generation, extra=extra, is_anchor=is_anchor)
+        file.commit(
+            slot,
+            step=position.step,
+            generation=cell.groups.generation,
+            extra=extra,
+            is_anchor=is_anchor,
+            checksum=checksum,
+        )
         self.seconds = time.perf_counter() - started
 
     @property
@@ -132,11 +137,13 @@ class Snapshots:
     def agree(self, step_s: float) -> None:
         """Choose the cadence, with all cells, now that a step of ``step_s`` and a snapshot have been seen.
 
-        With auto it is the smallest interval that costs at most ``SHARE`` of a step.
+        With auto it is the smallest interval that costs at most ``SHARE`` of a step, or a little more, so that a
+        checkpoint needs no snapshot of its own.
         """
         world, every = self._cell.groups.world, self.cadence.every
         if self._is_auto:
             every = max(1, *world.gather_values(math.ceil(self.seconds / (SHARE * step_s))))
+            every = _dividing(self._cell.job.checkpoint.every, every)
         apart_s = ANCHOR_S + _payload_bytes(self._cell) / COPIED_BYTES_PER_S
         apart = max(world.gather_values(math.ceil(apart_s / (every * step_s)) if self._is_copied else 0))
         self.cadence = self.file.cadence = Cadence(every=every, anchor_every=every * apart if self._is_copied else 0)
@@ -168,6 +175,24 @@ def restore(cell: Cell, snapshots: Iterable[tuple[bytes, Snapshot]]) -> int:
     if extra["report"] is not None:
         cell.position.report = StepReport(**extra["report"])
     return moved
+
+
+def _dividing(whole: int, least: int) -> int:
+    """The smallest divisor of ``whole`` from ``least`` on, unless it is more than twice that."""
+    divisors = (n for n in range(least, min(whole, 2 * least) + 1) if whole % n == 0)
+    return next(divisors, least)
+
+
+def _copy(tensors: Iterable[torch.Tensor], memory: memoryview) -> int:
+    """Copy flat float32 tensors to ``memory``; its xxh3_64, of each piece while that is in the cache."""
+    target, hasher = torch.frombuffer(memory, dtype=torch.float32), xxhash.xxh3_64()
+    at = 0
+    for flat in tensors:
+        for piece in flat.split(PIECE):
+            target[at : at + piece.numel()].copy_(piece)
+            hasher.update(memory[4 * at : 4 * (at + piece.numel())])
+            at += piece.numel()
+    return int(hasher.intdigest())
 
 
 def _num_slots(is_copied: bool) -> int:

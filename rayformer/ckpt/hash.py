@@ -20,7 +20,7 @@ import xxhash
 from rayformer.shards import Box
 
 _CHUNK = 1 << 14  # elements: what numpy works on at a time stays in the second cache
-_MANY = 1 << 22  # elements from which on it pays to load the compiled loop
+_MANY = 1 << 18  # elements of a box from which on it pays to load the compiled loop
 _C1, _C2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
@@ -34,7 +34,7 @@ def box_hash(tensor: str, box: Box, shape: Sequence[int], values: npt.NDArray[np
         return 0
     key = np.uint64(xxhash.xxh3_64_intdigest(tensor.encode()))
     bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.dtype.itemsize}")
-    sum_rows = _sum_compiled if bits.size >= _MANY or "rayformer.ckpt.mix" in sys.modules else _sum_rows
+    sum_rows = _sum_compiled if bits.size >= _MANY or "rayformer.ckpt.compiled" in sys.modules else _sum_rows
     return sum(sum_rows(key, start, stride, rows) for start, stride, rows in _runs(box, shape, bits)) % 2**64
 
 
@@ -60,7 +60,7 @@ def _runs(box: Box, shape: Sequence[int], bits: Bits) -> Iterator[tuple[int, int
 
 
 def _sum_compiled(key: np.uint64, start: int, stride: int, bits: Bits) -> int:
-    from rayformer.ckpt.mix import sum_rows
+    from rayformer.ckpt.compiled import sum_rows
 
     return int(sum_rows(key, np.uint64(start), np.uint64(stride), bits))
 

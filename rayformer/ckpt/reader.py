@@ -185,20 +185,18 @@ def _read_rows(file: OpenFile, offset: int, rows: _Rows, into: npt.NDArray[Any])
     item, dtype = into.itemsize, into.dtype
     if rows.count > 1 and item * (rows.stride - rows.length) < NEAR_BYTES:
         span = np.empty((rows.count - 1) * rows.stride + rows.length, dtype=dtype)
-        file.read_into(offset + item * rows.start, _bytes(span))
+        file.read_into(offset + item * rows.start, span)
         strides = item * rows.stride, item
         runs = np.lib.stride_tricks.as_strided(span, (rows.count, rows.length), strides, writeable=False)
         into[...] = runs.reshape(into.shape)
         return span.nbytes
-    each = into if rows.stride else [into]
-    for i, row in enumerate(each):
-        at = offset + item * (rows.start + i * rows.stride)
-        if row.flags.c_contiguous:
-            file.read_into(at, _bytes(row))
-        else:
-            values = np.empty(rows.length, dtype=dtype)
-            file.read_into(at, _bytes(values))
-            row[...] = values.reshape(row.shape)
+    each = into if rows.stride else into[None]
+    if each[0].flags.c_contiguous:
+        file.read_rows(offset + item * rows.start, item * rows.stride, each)
+    else:
+        values = np.empty((rows.count, rows.length), dtype=dtype)
+        file.read_rows(offset + item * rows.start, item * rows.stride, values)
+        each[...] = values.reshape(each.shape)
     return item * rows.count * rows.length
 
 
@@ -211,7 +209,7 @@ def _flat(held: Box, at: tuple[int, ...]) -> int:
 
 def _read_whole(folder: Folder, file: OpenFile, shard: ShardRecord, into: Array) -> None:
     try:
-        file.read_into(shard.offset, _bytes(into))
+        file.read_into(shard.offset, into)
     except DamagedError as error:
         raise DamagedError(f"{error}: {shard.tensor} {shard.box} is not whole; use an older checkpoint") from None
     if xxhash.xxh3_64_hexdigest(_bytes(into)) != shard.xxh3:

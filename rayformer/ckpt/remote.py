@@ -13,10 +13,11 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import fs
 
-from rayformer.ckpt.storage import KEYS, Buffer, Folder, OpenFile, without_keys
+from rayformer.ckpt.storage import KEYS, Buffer, Folder, OpenFile, Target, without_keys
 from rayformer.errors import CheckpointError, DamagedError
 
 _REFUSALS = (OSError, pa.ArrowException)
@@ -149,8 +150,12 @@ class _ArrowFile:
     def __init__(self, shown: str, file: Any) -> None:
         self._shown, self._file = shown, file
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        target = target.cast("B")
+    def read_rows(self, offset: int, step: int, rows: npt.NDArray[Any]) -> None:
+        for i, row in enumerate(rows):
+            self.read_into(offset + i * step, row)
+
+    def read_into(self, offset: int, target: Target) -> None:
+        target = memoryview(target).cast("B")
         size = self._file.size()
         if size < offset + len(target):
             raise DamagedError(f"{self._shown}: it ends at byte {size}, where more was written")

@@ -161,14 +161,25 @@ class SlotFile:
         return memoryview(self._memory)[start : start + self.payload_bytes]
 
     def commit(
-        self, slot: int, *, step: int, generation: int, extra: Mapping[str, Any], is_anchor: bool = False
+        self,
+        slot: int,
+        *,
+        step: int,
+        generation: int,
+        extra: Mapping[str, Any],
+        is_anchor: bool = False,
+        checksum: int | None = None,
     ) -> None:
-        """Make the slot a snapshot; the header is complete before it becomes valid."""
+        """Make the slot a snapshot; the header is complete before it becomes valid.
+
+        ``checksum`` is the payload's xxh3_64, if the caller has it.
+        """
         text = json.dumps(extra).encode()
         assert len(text) <= EXTRA_BYTES, f"{len(text)} bytes of small values"
         at = self._slot_at(slot)
         self._memory[at + PAGE : at + PAGE + len(text)] = text
-        checksum = xxhash.xxh3_64_intdigest(self.payload(slot))
+        if checksum is None:
+            checksum = xxhash.xxh3_64_intdigest(self.payload(slot))
         header = _SLOT.pack(0, generation, step, is_anchor, checksum, len(text), xxhash.xxh3_64_intdigest(text))
         self._memory[at : at + _SLOT.size] = header
         self._memory[at : at + 8] = (1).to_bytes(8, "little")

@@ -16,21 +16,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
+
+import numpy.typing as npt
 
 from rayformer.errors import CheckpointError, DamagedError
 
 Buffer = bytes | memoryview
+Target = Any  # contiguous memory that can be written: an array, a bytearray, a memoryview
 KEYS = r"//(?:[^/?@:\s]*:[^?@\s]*|[^/?@\s]*)@"  # of a URI; a secret key may have slashes in it
+MANY_ROWS = 256  # of which reading is left to a compiled loop
 _HERE = "file://"
 
 
 class OpenFile(Protocol):
     """A file that is being read."""
 
-    def read_into(self, offset: int, target: memoryview) -> None:
+    def read_into(self, offset: int, target: Target) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises DamagedError if the file ends before."""
+
+    def read_rows(self, offset: int, step: int, rows: npt.NDArray[Any]) -> None:
+        """Fill ``rows``, each of which is contiguous, with the bytes at ``offset`` and at every ``step`` from there."""
 
 
 class Folder(ABC):
@@ -218,13 +225,27 @@ class _LocalFile:
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        target = target.cast("B")
-        while target:
-            num = os.preadv(self._descriptor, [target], offset)
+    def read_rows(self, offset: int, step: int, rows: npt.NDArray[Any]) -> None:
+        done = 0
+        if len(rows) >= MANY_ROWS:
+            from rayformer.ckpt.compiled import read_rows
+
+            address, length = rows.ctypes.data, rows[0].nbytes
+            done = read_rows(self._descriptor, offset, step, address, rows.strides[0], length, len(rows))
+        for i in range(done, len(rows)):
+            self.read_into(offset + i * step, rows[i : i + 1])
+
+    def read_into(self, offset: int, target: Target) -> None:
+        num = os.preadv(self._descriptor, [target], offset)
+        left = memoryview(target)
+        if num == left.nbytes:  # there may be many short reads
+            return
+        left = left.cast("B")
+        while left := left[num:]:
             if num == 0:
                 raise DamagedError(f"{self._path}: it ends at byte {offset}, where more was written")
-            target, offset = target[num:], offset + num
+            offset += num
+            num = os.preadv(self._descriptor, [left], offset)
 
 
 def folder_at(where: str | Path | Folder) -> Folder:

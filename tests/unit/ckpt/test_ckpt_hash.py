@@ -32,7 +32,7 @@ def recomputed(tensor, array):
 def loop(request, monkeypatch):
     """Either of the two loops that compute it, whatever the size."""
     monkeypatch.setattr("rayformer.ckpt.hash._MANY", {"numpy": 2**60, "compiled": 1}[request.param])
-    monkeypatch.delitem(sys.modules, "rayformer.ckpt.mix", raising=False)
+    monkeypatch.delitem(sys.modules, "rayformer.ckpt.compiled", raising=False)
 
 
 def values(shape, seed=0):
