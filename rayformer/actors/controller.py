@@ -10,21 +10,23 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from rayformer.actors.assignment import Assignment
-from rayformer.actors.crew import Crew, Hand, live_nodes
+from rayformer.actors.crew import Crew, Hand
+from rayformer.actors.failures import cell_error, in_words, is_death
 from rayformer.actors.incident import Incident
 from rayformer.actors.inflict import Inflictor
 from rayformer.actors.salvage import save_copies
 from rayformer.actors.saves import Saves
+from rayformer.actors.shown import Membership, Noted, Recovered, RunEnded, Shown
 from rayformer.actors.survey import survey
 from rayformer.actors.watch import LOOK_EVERY_S, Watch
 from rayformer.cell.plan import RunPlan
@@ -74,7 +76,7 @@ from rayformer.control.states import (
     Starting,
     State,
 )
-from rayformer.errors import DamagedError, RayformerError, SnapshotError
+from rayformer.errors import DamagedError
 from rayformer.events import (
     CellDone,
     CellError,
@@ -95,39 +97,6 @@ from rayformer.observe.recorder import Recorder, failed, skipped
 FIRST_GENERATION = 1
 LINGER_S = 60.0
 logger = logging.getLogger("rayformer.controller")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunEnded:
-    """The end of a run: either what the first cell said, or the errors."""
-
-    done: CellDone | None
-    errors: tuple[CellError, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Who owns which cell from now on."""
-
-    generation: int
-    members: dict[str, Member]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """One repair is over: the values of the journal's line."""
-
-    values: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noted:
-    """Something that people should hear of."""
-
-    text: str
-
-
-Shown = StepReport | CheckpointSaved | Membership | Recovered | Noted | RunEnded
 
 
 class Controller:
@@ -180,7 +149,7 @@ class Controller:
                 self._handle(event)
             except Exception as error:
                 logger.exception("could not handle %s", event)
-                failed = ControllerFailed(generation=self._generation, message=_shown_error(error))
+                failed = ControllerFailed(generation=self._generation, message=in_words(error))
                 self._machine.advance(failed)  # not journaled: it may be the journal that failed
         if self._inflictor is not None:
             self._inflictor.prove(self._generation)
@@ -485,18 +454,18 @@ class Controller:
         standby = self._crew.prepare(cell)
         if standby is not None:
             standby.actor.prepare.remote(self._assignment(cell, 0))
-        failure = _cell_error(cell, self._crew.owners[cell], error)
+        failure = cell_error(cell, self._crew.owners[cell], error)
         self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
 
     def _fail(self, cell: str, hand: Hand, generation: int, error: RayError) -> None:
         """A call of a cell failed: its process is gone, which the tether tells too, or its program raised."""
         if self._crew.owners[cell] is not hand:
             return
-        failure = _cell_error(cell, hand, error)
+        failure = cell_error(cell, hand, error)
         if isinstance(getattr(error, "cause", None), DamagedError):
             assert self._checkpoint[1] is not None
             failure = replace(failure, damaged=self._checkpoint[1].name)
-        if _is_death(error):
+        if is_death(error):
             self._inbox.put_nowait(CellLost(generation=self._generation, error=failure))
         else:
             self._inbox.put_nowait(CellFailed(generation=generation, error=failure))
@@ -550,39 +519,7 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task failed", exc_info=error)
-            self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=_shown_error(error)))
-
-
-def _is_death(error: Exception) -> bool:
-    """Whether the process is gone. An error that it raised may be of the same type: of another actor's death."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def _cell_error(cell: str, hand: Hand, error: Exception) -> CellError:
-    """What an exception from an actor call means for its cell."""
-    if _is_death(error):
-        assert isinstance(error, RayActorError)
-        is_node = error.preempted or (hand.node != "" and hand.node not in live_nodes())
-        kind: Literal["node", "died"] = "node" if is_node else "died"
-        return CellError(cell=cell, worker=hand.name, kind=kind, message=death_of(error))
-    cause = getattr(error, "cause", None) or error
-    final = isinstance(cause, RayformerError) and not isinstance(cause, SnapshotError)  # it would only come again
-    return CellError(cell=cell, worker=hand.name, kind="raised", message=_shown_error(cause), final=final)
-
-
-def _shown_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def death_of(error: RayActorError) -> str:
-    """Ray's report of a death, without its advice."""
-    text = str(error)
-    lines: Iterable[str] = (line.strip() for line in text.splitlines())
-    told = [line for line in lines if "exit" in line.lower() or "died" in line.lower()]
-    reason = (told[-1] if told else text).rpartition("Worker exit detail: ")[2]
-    for advice in (" Some common causes", " If the process was killed by the kernel OOM killer"):
-        reason = reason.partition(advice)[0]
-    return f"its process died: {reason}"
+            self._inbox.put_nowait(ControllerFailed(generation=self._generation, message=in_words(error)))
 
 
 def _open_store(host: str) -> Any:

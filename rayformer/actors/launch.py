@@ -20,7 +20,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayformer.actors.controller import Controller, Membership, Noted, Recovered, RunEnded, death_of
+from rayformer.actors.controller import Controller
+from rayformer.actors.failures import death_of
+from rayformer.actors.shown import Membership, Noted, Recovered, RunEnded
 from rayformer.cell.plan import (
     EXIT_ABORTED,
     EXIT_FINISHED,

@@ -69,20 +69,19 @@ class Saver:
         Raises SnapshotError if there is none or it did not last, and CheckpointError if the storage refuses.
         """
         files = {cell: SlotFile(map_memory(place.path)) for cell, place in order.places.items()}
-        written: list[Written] = []
-        extras: list[Mapping[str, Any]] = []
+        snapshots: dict[str, Snapshot] = {}
         with ThreadPoolExecutor(THREADS) as pool:
             jobs = []
             for cell, file in files.items():
-                snapshot = self._pinned(cell, file, order)
-                extras.append(snapshot.extra)
+                snapshots[cell] = snapshot = self._pinned(cell, file, order)
                 for number, entries in enumerate(order.files[cell]):
                     boxes = [_value(snapshot, entry) for entry in entries]
                     jobs.append(pool.submit(self._write, order, file_name(cell, number), boxes))
             written = [job.result() for job in jobs]
         for cell, file in files.items():
-            if order.step not in file.pinned():
+            if order.step not in file.pinned() or file.steps()[order.step] != snapshots[cell].generation:
                 raise SnapshotError(f"the snapshot of {cell} after step {order.step} went while it was written")
+        extras = [snapshot.extra for snapshot in snapshots.values()]
         samples = next((extra["samples"] for extra in extras if extra["samples"]), None)
         return Share(
             records=tuple(record for part in written for record in part.records),

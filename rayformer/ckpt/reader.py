@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from rayformer.ckpt.manifest import Manifest, ShardRecord
-from rayformer.ckpt.storage import Folder, LocalFolder, OpenFile, folder_at
+from rayformer.ckpt.storage import Folder, LocalFolder, OpenFile, folder_at, opened
 from rayformer.errors import CheckpointError, DamagedError
 from rayformer.shards import Box, CoverageError, Holding, Transfer, plan_transfers, whole
 
@@ -54,8 +54,8 @@ class Source:
             transfers = sorted(by_file[file], key=lambda t: t.source.place.offset)
             if verify:
                 return sum(self._copy(t, targets[t.tensor, t.target]) for t in transfers)
-            with _opened(self._folder, file) as opened:
-                return sum(_read(self._folder, opened, t, targets[t.tensor, t.target]) for t in transfers)
+            with opened(self._folder, file) as source:
+                return sum(_read(self._folder, source, t, targets[t.tensor, t.target]) for t in transfers)
 
         if isinstance(self._folder, LocalFolder) or verify:
             return sum(map(read, by_file))
@@ -95,8 +95,8 @@ def read_shard(folder: Path | Folder, shard: ShardRecord) -> Array:
     """All of one shard, verified. Raises DamagedError if it is not what was written."""
     folder = folder_at(folder)
     values = np.empty(shard.box.shape, dtype="<f4")
-    with _opened(folder, shard.file) as opened:
-        _read_whole(folder, opened, shard, values)
+    with opened(folder, shard.file) as source:
+        _read_whole(folder, source, shard, values)
     return values
 
 
@@ -108,31 +108,6 @@ def find_damage(folder: Path | Folder, shards: Iterable[ShardRecord]) -> str | N
     except CheckpointError as error:
         return str(error)
     return None
-
-
-class _opened:
-    """A file that is open for the length of a ``with``; what the storage says of it comes as CheckpointError."""
-
-    def __init__(self, folder: Folder, file: str) -> None:
-        self._folder, self._file = folder, file
-        self._context = folder.open(file)
-
-    def __enter__(self) -> OpenFile:
-        try:
-            return self._context.__enter__()
-        except FileNotFoundError:
-            raise DamagedError(f"{self._folder}/{self._file}: it is missing; use an older checkpoint") from None
-        except OSError as error:
-            raise self._refused(error) from None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._context.__exit__(None, None, None)
-        if isinstance(error, OSError):
-            raise self._refused(error) from None
-
-    def _refused(self, error: OSError) -> CheckpointError:
-        said = error.strerror or error
-        return CheckpointError(f"{self._folder}/{self._file}: it can't be read ({said}); use an older checkpoint")
 
 
 def _read(folder: Folder, file: OpenFile, transfer: Transfer[ShardRecord], target: Array) -> int:

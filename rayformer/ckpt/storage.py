@@ -274,6 +274,19 @@ def is_uri(where: str | Path) -> bool:
     return "://" in str(where) and not str(where).startswith(_HERE)
 
 
+@contextmanager
+def opened(folder: Folder, name: str) -> Iterator[OpenFile]:
+    """Read parts of a file; what the storage says against it comes as CheckpointError."""
+    try:
+        with folder.open(name) as file:
+            yield file
+    except FileNotFoundError:
+        raise DamagedError(f"{folder}/{name}: it is missing; use an older checkpoint") from None
+    except OSError as error:
+        said = error.strerror or error
+        raise CheckpointError(f"{folder}/{name}: it can't be read ({said}); use an older checkpoint") from None
+
+
 def is_plain_name(file: str) -> bool:
     """Whether ``file`` is the name of something in a folder, and leads nowhere else."""
     return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}

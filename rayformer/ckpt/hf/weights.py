@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rayformer.ckpt.hf.config import Family, family_of, model_section
 from rayformer.ckpt.hf.mapping import HFTensor, Part, hf_tensors
 from rayformer.ckpt.reader import read_box
-from rayformer.ckpt.storage import Folder, folder_at, is_plain_name
+from rayformer.ckpt.storage import Folder, folder_at, is_plain_name, opened
 from rayformer.ckpt.tensorfile import Entry, read_head
 from rayformer.config.model import ModelConfig
 from rayformer.errors import CheckpointError
@@ -160,7 +160,7 @@ class HFWeights:
 
     def _values(self, name: str, box: Box) -> Array:
         entry = self._entries[name]
-        with self.folder.open(entry.file) as file:
+        with opened(self.folder, entry.file) as file:
             values = read_box(file, entry.offset, entry.shape, box, _DTYPES[entry.dtype].numpy)
         if entry.dtype == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
