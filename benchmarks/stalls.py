@@ -29,6 +29,7 @@ from soak import Run
 LAYOUT = {"pp": 2, "dp": 2}
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 257}
 BATCH = {"global": 4, "micro": 1, "seq": 32, "virtual_ranks": 4}
+PARTS = ("drain_s", "form_s", "restore_s", "first_step_s")  # of a recovery
 STANDBY_S = 15.0  # until the next standby is warm
 
 
@@ -101,6 +102,7 @@ def freeze(num: int, rng: random.Random, folder: Path) -> dict[str, Any]:
                 "told_s": stall["time"] - started,
                 "replaced_s": recovered["time"] - started,
                 "allowed_s": 2 * p99 + 1.0,
+                **{key: recovered[key] for key in PARTS},
             }
         )
     run.process.terminate()
