@@ -87,7 +87,7 @@ def read_box(file: OpenFile, offset: int, shape: Sequence[int], box: Box, dtype:
     """The part ``box`` of a row-major tensor of ``shape`` that starts at ``offset`` of a file."""
     values = np.empty(box.shape, dtype=dtype)
     for rows in _rows(whole(shape), box):
-        _read_rows(file, offset, rows, values[*rows.at, ...])
+        _read_rows(file, offset, rows, _view(values, rows.at))
     return values
 
 
@@ -113,7 +113,7 @@ def find_damage(folder: Path | Folder, shards: Iterable[ShardRecord]) -> str | N
 def _read(folder: Folder, file: OpenFile, transfer: Transfer[ShardRecord], target: Array) -> int:
     """Copy the part of one shard that a wanted box needs to its place; the bytes read."""
     shard, part = transfer.source.place, transfer.part
-    into = target[*part.slices(transfer.target), ...]  # a view, also of a single element
+    into = _view(target, part.slices(transfer.target))
     if part == shard.box and into.flags.c_contiguous:
         _read_whole(folder, file, shard, into)
         return shard.num_bytes
@@ -122,7 +122,14 @@ def _read(folder: Folder, file: OpenFile, transfer: Transfer[ShardRecord], targe
         _read_whole(folder, file, shard, values)
         into[...] = values
         return shard.num_bytes
-    return sum(_read_rows(file, shard.offset, rows, into[*rows.at, ...]) for rows in _rows(shard.box, part))
+    return sum(_read_rows(file, shard.offset, rows, _view(into, rows.at)) for rows in _rows(shard.box, part))
+
+
+def _view(values: Array, at: Sequence[int | slice]) -> Array:
+    """The part of ``values`` at ``at``, a view even where that is a single element."""
+    place: Any = (*at, ...)
+    view: Array = values[place]
+    return view
 
 
 @dataclass(frozen=True, kw_only=True)
