@@ -114,7 +114,7 @@ class Programs:
     def _train(self, batch_size: int) -> Program:
         """One training step on a global batch of ``batch_size`` samples."""
         leaf_of = [leaf for leaf in self._leaves for _ in range(self._per_leaf(batch_size))]
-        programs = lower(get_schedule(self._job.schedule.name)(self._pp, 1, len(leaf_of)))
+        programs = get_schedule(self._job.schedule.name).programs(self._pp, 1, len(leaf_of))
         check(programs, rendezvous=True)
         program = with_reductions(
             programs[self._rank],

@@ -18,7 +18,6 @@ from rayformer.observe.report.page import write_report
 from rayformer.observe.report.record import job_of
 from rayformer.observe.rundir import RunDir
 from rayformer.stages.check import check
-from rayformer.stages.lowering import lower
 from rayformer.stages.schedules import get_schedule
 
 MAX_SLOTS = 1600
@@ -53,10 +52,10 @@ def pipeline_of(job: Job) -> Pipeline | None:
     per_replica = batch.num_microbatches // batch.num_virtual_ranks * -(-batch.num_virtual_ranks // layout.dp)
     shown = max(1, min(per_replica, MAX_SLOTS // (2 * pp * chunks)))
     try:
-        order = get_schedule(job.schedule.name)(pp, chunks, shown)
+        schedule = get_schedule(job.schedule.name)
     except ConfigError:
         return None
-    found = check(lower(order, chunks=chunks), rendezvous=False)
+    found = check(schedule.programs(pp, chunks, shown), rendezvous=False, vee=schedule.vee)
     of_all = "" if shown == per_replica else f" of {per_replica}"
     note = f"{job.schedule.name}, one step of a replica: {pp} ranks, {shown}{of_all} microbatches"
     if shown == per_replica:

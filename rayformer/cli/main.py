@@ -134,6 +134,43 @@ def rehearse(
     raise typer.Exit(rehearse_command(job, overrides or [], json_file))
 
 
+@app.command()
+def schedule(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="gpipe, 1f1b, interleaved, zb_h1, zbv.", metavar="NAME...")
+    ] = None,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.", min=1)] = 8,
+    virtual: Annotated[
+        int | None, typer.Option(help="Chunks on each rank; what the schedule wants unless told.", min=1)
+    ] = None,
+    costs: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="F=1,B=1,W=1",
+            help="Time of a rank's forward, input gradient and weight gradient; or one for each stage.",
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A schedule written down, a line for each rank.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers and timelines as JSON.")] = False,
+) -> None:
+    """Draw pipeline schedules, and compare what a step with them costs."""
+    from rayformer.cli.schedule import schedule_command
+
+    status = schedule_command(
+        names or [],
+        pp=pp,
+        microbatches=microbatches,
+        virtual=virtual,
+        costs=costs or ["F=1,B=1,W=1"],
+        table=table,
+        as_json=as_json,
+    )
+    raise typer.Exit(status)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     try:

@@ -5,6 +5,7 @@ Ranks are pp coordinates; microbatches are numbered from 0 on each rank; `chunk`
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
@@ -42,6 +43,20 @@ class Backward(_Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class InputGrad(_Compute):
+    """The part of a Backward that the stage before waits for, the gradient of the chunk's input: `B3` beside `W3`."""
+
+    letter: ClassVar[str] = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGrad(_Compute):
+    """The rest of that Backward: accumulate the gradients of the chunk's weights: `W3`."""
+
+    letter: ClassVar[str] = "W"
+
+
+@dataclass(frozen=True, slots=True)
 class _Transfer(_OfMicrobatch):
     peer: int = field(kw_only=True)
     payload: ClassVar[str]
@@ -69,7 +84,7 @@ class RecvAct(_Transfer):
 
 @dataclass(frozen=True, slots=True)
 class SendGrad(_Transfer):
-    """Send the input's gradient from a Backward to the previous stage, on rank `peer`: `SendGrad3>0`."""
+    """Send the input's gradient from a Backward or InputGrad to the previous stage, on rank `peer`: `SendGrad3>0`."""
 
     payload: ClassVar[str] = "gradient"
     arrow: ClassVar[str] = ">"
@@ -77,7 +92,7 @@ class SendGrad(_Transfer):
 
 @dataclass(frozen=True, slots=True)
 class RecvGrad(_Transfer):
-    """Receive the output's gradient for a Backward from the next stage, on rank `peer`: `RecvGrad3<1`."""
+    """Receive the output's gradient for a Backward or InputGrad from the next stage, on rank `peer`: `RecvGrad3<1`."""
 
     payload: ClassVar[str] = "gradient"
     arrow: ClassVar[str] = "<"
@@ -113,7 +128,7 @@ class AwaitParams:
         return f"Await{self.bucket}"
 
 
-Compute: TypeAlias = Forward | Backward
+Compute: TypeAlias = Forward | Backward | InputGrad | WeightGrad
 Send: TypeAlias = SendAct | SendGrad
 Recv: TypeAlias = RecvAct | RecvGrad
 Instruction: TypeAlias = Compute | Send | Recv | FoldGrads | ReduceGrads | AwaitParams
@@ -122,15 +137,21 @@ Program: TypeAlias = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMap:
-    """Which global stage, counted from the model's input, each rank's chunks are: stages go round the ranks.
+    """Which global stage, counted from the model's input, each rank's chunks are.
+
+    Stages go round the ranks, from the last on to the first; with ``vee`` they turn back at the last rank, and again at
+    the first, so that a rank that turns holds two stages in a row.
 
     >>> stages = StageMap(pp=4, chunks=2)
     >>> stages.stage(rank=1, chunk=1), stages.rank(5), stages.chunk(5), stages.last
     (5, 1, 1, 7)
+    >>> [StageMap(pp=4, chunks=2, vee=True).rank(stage) for stage in range(8)]
+    [0, 1, 2, 3, 3, 2, 1, 0]
     """
 
     pp: int
     chunks: int = 1
+    vee: bool = False
 
     @property
     def first(self) -> int:
@@ -141,10 +162,19 @@ class StageMap:
         return self.pp * self.chunks - 1
 
     def stage(self, rank: int, chunk: int) -> int:
-        return chunk * self.pp + rank
+        return chunk * self.pp + self._turned(rank, chunk)
 
     def rank(self, stage: int) -> int:
-        return stage % self.pp
+        return self._turned(stage % self.pp, self.chunk(stage))
 
     def chunk(self, stage: int) -> int:
         return stage // self.pp
+
+    def _turned(self, place: int, chunk: int) -> int:
+        return self.pp - 1 - place if self.vee and chunk % 2 else place
+
+
+def stages_of(programs: Sequence[Iterable[Instruction]], *, vee: bool = False) -> StageMap:
+    """Where the chunks lie that these programs, one per rank, compute with."""
+    ops = (op for program in programs for op in program if isinstance(op, _Compute))
+    return StageMap(pp=len(programs), chunks=1 + max((op.chunk for op in ops), default=0), vee=vee)

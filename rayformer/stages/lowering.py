@@ -24,10 +24,12 @@ from rayformer.stages.instructions import (
     SendAct,
     SendGrad,
     StageMap,
+    WeightGrad,
+    stages_of,
 )
 
 
-def lower(compute: Sequence[Sequence[Compute]], *, chunks: int = 1) -> tuple[Program, ...]:
+def lower(compute: Sequence[Sequence[Compute]], *, vee: bool = False) -> tuple[Program, ...]:
     """Add the sends and receives between stages, in an order that can't deadlock even if every send waits.
 
     The ranks are walked together, each as far as it gets. When none gets further, one message is appended to the
@@ -35,10 +37,11 @@ def lower(compute: Sequence[Sequence[Compute]], *, chunks: int = 1) -> tuple[Pro
     unfinished entry can always run: everything before it, on both ranks, is done. Each rank sends an output right after
     computing it, and receives an input right before using it; only where two ranks wait to send to each other does one
     of them receive first, and only if all wait to send to ranks that need something else does one receive early.
+    Between two chunks of one rank nothing is sent.
 
     Raises ScheduleError if the orders themselves can't be executed, with or without waiting sends.
     """
-    stages = StageMap(pp=len(compute), chunks=chunks)
+    stages = stages_of(compute, vee=vee)
     programs: list[list[Instruction]] = [[] for _ in compute]
     todo = [list(reversed(order)) for order in compute]
     outbox: list[_Message | None] = [None for _ in compute]
@@ -57,7 +60,11 @@ def lower(compute: Sequence[Sequence[Compute]], *, chunks: int = 1) -> tuple[Pro
         for rank, program in enumerate(programs):
             while todo[rank] and outbox[rank] is None and wanted(rank) in delivered:
                 program.append(op := todo[rank].pop())
-                outbox[rank] = _output(op, rank, stages)
+                output = _output(op, rank, stages)
+                if output is not None and stages.rank(output.to_stage) == rank:
+                    delivered.add(output)
+                else:
+                    outbox[rank] = output
         pending = [message for message in outbox if message is not None]
         if not pending:
             break
@@ -160,6 +167,9 @@ class _Message:
 
 
 def _input(op: Compute, rank: int, stages: StageMap) -> _Message | None:
+    """What a computation needs of another stage."""
+    if isinstance(op, WeightGrad):
+        return None
     stage = stages.stage(rank, op.chunk)
     origin = stage - 1 if isinstance(op, Forward) else stage + 1
     if not stages.first <= origin <= stages.last:
@@ -168,6 +178,9 @@ def _input(op: Compute, rank: int, stages: StageMap) -> _Message | None:
 
 
 def _output(op: Compute, rank: int, stages: StageMap) -> _Message | None:
+    """What a computation has for another stage."""
+    if isinstance(op, WeightGrad):
+        return None
     stage = stages.stage(rank, op.chunk)
     target = stage + 1 if isinstance(op, Forward) else stage - 1
     if not stages.first <= target <= stages.last:

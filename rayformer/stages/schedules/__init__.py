@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from rayformer.errors import ConfigError, Problem
-from rayformer.stages.instructions import Compute
+from rayformer.stages.instructions import Compute, Program
+from rayformer.stages.lowering import lower
 from rayformer.stages.schedules.gpipe import gpipe
+from rayformer.stages.schedules.interleaved import interleaved
 from rayformer.stages.schedules.one_f_one_b import one_f_one_b
+from rayformer.stages.schedules.zb_h1 import zb_h1
+from rayformer.stages.schedules.zbv import zbv
 
-Schedule: TypeAlias = Callable[[int, int, int], tuple[tuple[Compute, ...], ...]]
+Orders: TypeAlias = tuple[tuple[Compute, ...], ...]
 
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A schedule and where it wants the stages: ``chunks`` on each rank, None for any number of them.
+
+    Called with (pp, chunks, microbatches) it gives the orders in which the ranks compute.
+    """
+
+    orders: Callable[[int, int, int], Orders]
+    chunks: int | None = 1
+    vee: bool = False
+
+    def __call__(self, pp: int, chunks: int, microbatches: int) -> Orders:
+        return self.orders(pp, chunks, microbatches)
+
+    def programs(self, pp: int, chunks: int, microbatches: int) -> tuple[Program, ...]:
+        """The orders with their sends and receives."""
+        return lower(self(pp, chunks, microbatches), vee=self.vee)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(orders=gpipe),
+    "1f1b": Schedule(orders=one_f_one_b),
+    "interleaved": Schedule(orders=interleaved, chunks=None),
+    "zb_h1": Schedule(orders=zb_h1),
+    "zbv": Schedule(orders=zbv, chunks=2, vee=True),
+}
+
+RUN = ("gpipe", "1f1b")
+"""Those that cells can run so far; the others are drawn and checked."""
 
 
 def get_schedule(name: str) -> Schedule:
@@ -27,15 +61,25 @@ def problems(name: str, *, pp: int, chunks: int, microbatches: int) -> list[Prob
     """Why this schedule can't run so many chunks and microbatches on so many ranks; empty if it can."""
     if name not in SCHEDULES:
         return [_unknown(name)]
-    if chunks != 1:
-        return [
-            Problem(
-                keys={"layout.virtual_stages": chunks, "schedule.name": name},
-                rule=f"{name} holds one chunk of the model on each rank",
-                fix="use layout.virtual_stages=1",
-            )
-        ]
-    return []
+    if name not in RUN:
+        rule = f"so far {name} is only drawn, by rayformer schedule"
+        return [Problem(keys={"schedule.name": name}, rule=rule, fix=f"use {' or '.join(RUN)}")]
+    return chunk_problems(name, chunks=chunks)
+
+
+def chunk_problems(name: str, *, chunks: int) -> list[Problem]:
+    """Why the schedule ``name`` can't have so many chunks on a rank."""
+    wanted = SCHEDULES[name].chunks
+    if wanted in (None, chunks):
+        return []
+    held = "one chunk" if wanted == 1 else f"{wanted} chunks"
+    return [
+        Problem(
+            keys={"layout.virtual_stages": chunks, "schedule.name": name},
+            rule=f"{name} holds {held} of the model on each rank",
+            fix=f"use layout.virtual_stages={wanted}",
+        )
+    ]
 
 
 def _unknown(name: str) -> Problem:

@@ -7,10 +7,12 @@ from rayformer.stages.check import Costs, ScheduleError, check
 from rayformer.stages.instructions import (
     Backward,
     Forward,
+    InputGrad,
     RecvAct,
     RecvGrad,
     SendAct,
     SendGrad,
+    WeightGrad,
 )
 from rayformer.stages.lowering import lower
 from rayformer.stages.schedules import get_schedule
@@ -104,15 +106,60 @@ def test_ranks_that_send_to_each_other_first_hang_only_if_sends_wait(programs):
     )
 
 
-@pytest.mark.parametrize("sends", ["buffered", "rendezvous"])
-def test_ranks_that_receive_from_each_other_first_hang(sends):
+def test_ranks_that_receive_from_each_other_first_hang_if_receives_block():
     ahead = [Forward(0), RecvGrad(0, peer=1), SendAct(0, peer=1), Backward(0)]
     behind = [RecvAct(0, peer=0), Forward(0), Backward(0), SendGrad(0, peer=0)]
+    check([tuple(ahead), tuple(behind)], rendezvous=False)
     assert_refused(
         [ahead, behind],
-        f"deadlock with {sends} sends: pp0 at RecvGrad0<1 waits for pp1; pp1 at RecvAct0<0 waits for pp0",
-        rendezvous=sends == "rendezvous",
+        "deadlock with rendezvous sends: pp0 at RecvGrad0<1 waits for pp1; pp1 at RecvAct0<0 waits for pp0",
+        rendezvous=True,
     )
+
+
+def test_ranks_that_use_what_the_other_sends_only_later_hang():
+    ahead = [Forward(0), RecvGrad(0, peer=1), Backward(0), SendAct(0, peer=1)]
+    behind = [RecvAct(0, peer=0), Forward(0), Backward(0), SendGrad(0, peer=0)]
+    assert_refused([ahead, behind], "deadlock with buffered sends: pp0 at B0 waits for pp1; pp1 at F0 waits for pp0")
+
+
+def test_a_receive_posted_early_costs_nothing_until_it_is_used():
+    ahead = [Forward(0), SendAct(0, peer=1), RecvGrad(0, peer=1), Forward(1), SendAct(1, peer=1), Backward(0)]
+    ahead += [RecvGrad(1, peer=1), Backward(1)]
+    behind = lower(get_schedule("1f1b")(2, 1, 2))[1]
+    report = check([tuple(ahead), behind], rendezvous=False)
+    assert [(str(slot.op), slot.start) for slot in report.timeline[0]] == [("F0", 0), ("F1", 1), ("B0", 4), ("B1", 7)]
+
+
+@pytest.mark.parametrize("kind", [Backward, WeightGrad])
+def test_weight_gradients_out_of_order_are_refused(kind):
+    first = [Forward(0), Forward(1)] + ([InputGrad(0), InputGrad(1)] if kind is WeightGrad else [])
+    letter = kind.letter
+    assert_refused(
+        [[*first, kind(1), kind(0)]],
+        f"pp0 has {letter}0 after {letter}1: weight gradients are added in ascending order",
+    )
+
+
+def test_a_weight_gradient_needs_its_input_gradient():
+    assert_refused([[Forward(0), WeightGrad(0), InputGrad(0)]], "pp0 has W0 without B0 before it")
+    assert_refused([[Forward(0), InputGrad(0)], [Forward(0), Backward(0)]], "pp0 has W0 0 times, not once")
+
+
+def test_an_activation_is_held_until_its_weight_gradient():
+    program = [Forward(0), Forward(1), InputGrad(0), Forward(2), InputGrad(1), InputGrad(2)]
+    program += [WeightGrad(v) for v in range(3)]
+    assert check([tuple(program)], rendezvous=False).peak_live == (3,)
+
+
+def test_each_stage_can_have_costs_of_its_own():
+    costs = [Costs(forward=1, backward=2, weight=0.5), Costs(forward=2, backward=5)]
+    programs = [(*program,) for program in lower([[Forward(0), InputGrad(0), WeightGrad(0)]] * 2)]
+    report = check(programs, costs=costs, rendezvous=False)
+    assert [[(slot.start, slot.end) for slot in row] for row in report.timeline] == [
+        [(0, 1), (5.5, 7), (7, 7.5)],
+        [(1, 3), (3, 5.5), (5.5, 8)],
+    ]
 
 
 def test_a_waiting_send_costs_the_sender_its_time():

@@ -23,7 +23,7 @@ def test_the_unit_of_the_costs_does_not_matter():
 
 def test_chunks_and_long_numbers_stay_in_their_columns():
     order = [Forward(10), Forward(10, 1), Backward(10, 1), Backward(10)]
-    report = check(lower([order, order], chunks=2), costs=Costs(forward=1, backward=1), rendezvous=False)
+    report = check(lower([order, order]), costs=Costs(forward=1, backward=1), rendezvous=False)
     assert draw(report).splitlines() == [
         "pp0 F10   .     F10c1 .     .     B10c1 .     B10",
         "pp1 .     F10   .     F10c1 B10c1 .     B10   .",

@@ -8,12 +8,14 @@ from rayformer.stages.instructions import (
     Backward,
     FoldGrads,
     Forward,
+    InputGrad,
     RecvAct,
     RecvGrad,
     ReduceGrads,
     SendAct,
     SendGrad,
     StageMap,
+    WeightGrad,
 )
 
 
@@ -24,6 +26,8 @@ from rayformer.stages.instructions import (
         (Backward(3), "B3"),
         (Forward(3, 1), "F3c1"),
         (Backward(12, 2), "B12c2"),
+        (InputGrad(3), "B3"),
+        (WeightGrad(3, 1), "W3c1"),
         (SendAct(3, peer=1), "SendAct3>1"),
         (RecvAct(3, peer=0), "RecvAct3<0"),
         (SendGrad(3, 1, peer=0), "SendGrad3c1>0"),
@@ -38,7 +42,8 @@ def test_an_instruction_prints_short(instruction, text):
 
 def test_instructions_are_values_that_differ_by_kind():
     assert Forward(1) == Forward(1, 0)
-    assert len({Forward(1), Backward(1), SendAct(1, peer=0), SendGrad(1, peer=0), FoldGrads(1), ReduceGrads(1)}) == 6
+    kinds = {Forward(1), Backward(1), InputGrad(1), WeightGrad(1), SendAct(1, peer=0), SendGrad(1, peer=0)}
+    assert len(kinds | {FoldGrads(1), ReduceGrads(1)}) == 8
     with pytest.raises(dataclasses.FrozenInstanceError):
         Forward(1).microbatch = 2
 
@@ -49,6 +54,15 @@ def test_every_stage_lies_on_one_rank_and_chunk(pp, chunks):
     places = [(chunk, rank) for chunk in range(chunks) for rank in range(pp)]
     assert [stages.stage(rank, chunk) for chunk, rank in places] == list(range(pp * chunks))
     assert [(stages.chunk(s), stages.rank(s)) for s in range(stages.first, stages.last + 1)] == places
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 2), (2, 2), (4, 2), (3, 3)])
+def test_stages_that_turn_back_at_the_ends_each_lie_somewhere(pp, chunks):
+    stages = StageMap(pp=pp, chunks=chunks, vee=True)
+    numbers = range(stages.last + 1)
+    assert [stages.stage(stages.rank(s), stages.chunk(s)) for s in numbers] == list(numbers)
+    assert all(abs(stages.rank(s) - stages.rank(s + 1)) <= 1 for s in numbers[:-1])
+    assert stages.rank(pp - 1) == stages.rank(pp) == pp - 1
 
 
 def test_the_examples_in_the_docstrings_hold():

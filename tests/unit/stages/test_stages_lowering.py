@@ -7,15 +7,19 @@ from rayformer.stages.instructions import (
     Backward,
     FoldGrads,
     Forward,
+    InputGrad,
     RecvAct,
     RecvGrad,
     ReduceGrads,
     SendAct,
     SendGrad,
     StageMap,
+    WeightGrad,
 )
 from rayformer.stages.lowering import lower, with_awaited_params, with_reductions
 from rayformer.stages.schedules import SCHEDULES, get_schedule
+
+COMPUTE = Forward | Backward | InputGrad | WeightGrad
 
 
 def text(program) -> str:
@@ -24,10 +28,10 @@ def text(program) -> str:
 
 def gaps(program):
     """The transfers between two computations, each with the computation before and after it."""
-    computations = [None, *(op for op in program if isinstance(op, Forward | Backward)), None]
+    computations = [None, *(op for op in program if isinstance(op, COMPUTE)), None]
     passed = 0
     for op in program:
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, COMPUTE):
             passed += 1
         else:
             yield computations[passed], op, computations[passed + 1]
@@ -48,13 +52,13 @@ def test_an_output_is_sent_before_the_next_input_is_awaited_where_no_ranks_cross
     ]
 
 
-@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
 def test_outputs_leave_at_once_and_inputs_arrive_just_in_time(name, pp, microbatches):
     compute = get_schedule(name)(pp, 1, microbatches)
     for order, program in zip(compute, lower(compute), strict=True):
-        assert tuple(op for op in program if isinstance(op, Forward | Backward)) == order
+        assert tuple(op for op in program if isinstance(op, COMPUTE)) == order
         for before, op, after in gaps(program):
             v = op.microbatch
             match op:
@@ -70,36 +74,65 @@ def test_outputs_leave_at_once_and_inputs_arrive_just_in_time(name, pp, microbat
 
 @st.composite
 def possible_orders(draw):
-    """Any orders in which ranks can compute: one random walk through what depends on what, cut by rank."""
-    stages = StageMap(pp=draw(st.integers(2, 4)), chunks=draw(st.integers(1, 3)))
+    """Any orders in which ranks can compute: one random walk through what depends on what, cut by rank.
+
+    A stage goes back through its microbatches in ascending order, in one piece or in two.
+    """
+    stages = StageMap(pp=draw(st.integers(1, 4)), chunks=draw(st.integers(1, 3)), vee=draw(st.booleans()))
     microbatches = draw(st.integers(1, 5))
+    split = [draw(st.booleans()) for _ in range(stages.last + 1)]
     compute = [[] for _ in range(stages.pp)]
     ready = [(Forward, v, stages.first) for v in range(microbatches)]
+    accumulated = [0] * (stages.last + 1)
     while ready:
-        kind, v, stage = ready.pop(draw(st.integers(0, len(ready) - 1)))
+        possible = [one for one in ready if one[0] in (Forward, InputGrad) or one[1] == accumulated[one[2]]]
+        kind, v, stage = possible[draw(st.integers(0, len(possible) - 1))]
+        ready.remove((kind, v, stage))
         compute[stages.rank(stage)].append(kind(v, stages.chunk(stage)))
-        if kind is Forward:
-            ready.append((Forward, v, stage + 1) if stage < stages.last else (Backward, v, stage))
-        elif stage > stages.first:
-            ready.append((Backward, v, stage - 1))
-    return compute, stages.chunks
+        accumulated[stage] += kind in (Backward, WeightGrad)
+        if kind is Forward and stage < stages.last:
+            ready.append((Forward, v, stage + 1))
+        elif kind is not WeightGrad:
+            before = stage if kind is Forward else stage - 1
+            if before >= stages.first:
+                ready.append((InputGrad if split[before] else Backward, v, before))
+        if kind is InputGrad:
+            ready.append((WeightGrad, v, stage))
+    return compute, stages.vee
 
 
 @given(possible_orders())
 def test_whatever_can_be_computed_is_lowered_without_deadlock(case):
-    compute, chunks = case
-    programs = lower(compute, chunks=chunks)
+    compute, vee = case
+    programs = lower(compute, vee=vee)
     for rendezvous in (False, True):
-        report = check(programs, rendezvous=rendezvous)
+        report = check(programs, rendezvous=rendezvous, vee=vee)
         assert [[slot.op for slot in slots] for slots in report.timeline] == compute
 
 
 def test_interleaved_chunks_hand_over_from_the_last_rank_to_the_first():
     order = [Forward(0), Forward(0, 1), Backward(0, 1), Backward(0)]
-    assert [text(program) for program in lower([order, order], chunks=2)] == [
+    assert [text(program) for program in lower([order, order])] == [
         "F0 SendAct0>1 RecvAct0c1<1 F0c1 SendAct0c1>1 RecvGrad0c1<1 B0c1 SendGrad0c1>1 RecvGrad0<1 B0",
         "RecvAct0<0 F0 SendAct0>0 RecvAct0c1<0 F0c1 B0c1 SendGrad0c1>0 RecvGrad0<0 B0 SendGrad0>0",
     ]
+
+
+def test_between_two_chunks_of_one_rank_nothing_is_sent():
+    order = [Forward(0), Forward(0, 1), InputGrad(0, 1), InputGrad(0), WeightGrad(0), WeightGrad(0, 1)]
+    assert [text(program) for program in lower([order, order], vee=True)] == [
+        "F0 SendAct0>1 RecvAct0c1<1 F0c1 B0c1 SendGrad0c1>1 RecvGrad0<1 B0 W0 W0c1",
+        "RecvAct0<0 F0 F0c1 SendAct0c1>0 RecvGrad0c1<0 B0c1 B0 SendGrad0>0 W0 W0c1",
+    ]
+    assert lower([order], vee=True) == (tuple(order),)
+
+
+def test_with_two_ranks_both_directions_go_between_the_same_pair_and_keep_apart():
+    programs = SCHEDULES["interleaved"].programs(2, 2, 4)
+    for rank, program in enumerate(programs):
+        transfers = [op for op in program if not isinstance(op, COMPUTE)]
+        assert {op.peer for op in transfers} == {1 - rank}
+        assert {type(op) for op in transfers} == {SendAct, SendGrad, RecvAct, RecvGrad}
 
 
 def test_orders_that_wait_for_each_other_are_refused():
