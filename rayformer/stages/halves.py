@@ -1,0 +1,123 @@
+"""Backward in two halves: first the gradient of the input, for which another stage waits, later those of the weights.
+
+The graph of a forward is taken as it is, whatever modules made it, and both halves run the nodes that one backward
+would run, so that the bits are the same. The first half stops at every node that uses a parameter and notes the
+gradient that arrives there; the second half runs each of these nodes again, for its parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"),
+        *("Alias", "ToCopy", "Unsqueeze", "Expand"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class WeightHalf:
+    """What is left to do: ``run`` adds the gradients of the weights to their ``.grad``, once.
+
+    ``edges`` are where the noted ``grads`` arrived, by node, with the node's parameters; ``held`` are gradients that
+    were not put off.
+    """
+
+    edges: Sequence[tuple[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    held: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    def run(self) -> None:
+        for edges, grads, parameters in self.edges:
+            torch.autograd.backward(edges, grads, inputs=parameters, retain_graph=True)
+        for parameter, grad in self.held:
+            assert parameter.grad is not None, "a parameter without memory for its gradient"
+            parameter.grad.add_(grad)
+
+
+def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, WeightHalf]:
+    """Go back from the scalar ``y`` to ``x``: its gradient, None if it needs none, and the half that remains.
+
+    Not put off, but held back and added by the second half, are the gradients of a parameter that several nodes use,
+    and of one that a function written in Python uses: it computes all its gradients together, perhaps with messages.
+    """
+    users = _users(y)
+    deferred: dict[Node, list[torch.Tensor]] = defaultdict(list)
+    held: list[torch.Tensor] = []
+    for parameter, nodes in users.of.items():
+        if parameter is x:
+            continue
+        [node, *others] = nodes
+        if others or isinstance(node, BackwardCFunction):
+            held.append(parameter)
+        else:
+            deferred[node].append(parameter)
+    edges = [[GradientEdge(node, number) for number in sorted(users.outputs[node])] for node in deferred]
+    wanted: list[torch.Tensor | GradientEdge] = [*held, *(edge for of_node in edges for edge in of_node)]
+    if x.requires_grad:
+        wanted.append(x)
+    found = list(torch.autograd.grad(y, wanted, retain_graph=True, allow_unused=True)) if wanted else []
+    input_grad = found.pop() if x.requires_grad else None
+    grads = iter(found)
+    kept = [(parameter, grad) for parameter in held if (grad := next(grads)) is not None]
+    left = []
+    for of_node, parameters in zip(edges, deferred.values()):
+        arrived = [(edge, grad) for edge in of_node if (grad := next(grads)) is not None]
+        if arrived:
+            left.append(([edge for edge, _ in arrived], [grad for _, grad in arrived], parameters))
+    return input_grad, WeightHalf(left, kept)
+
+
+@dataclass(frozen=True)
+class _Users:
+    """Which nodes use each parameter, and which of every node's outputs are used."""
+
+    of: dict[torch.Tensor, list[Node]]
+    outputs: dict[Node, set[int]]
+
+
+def _users(y: torch.Tensor) -> _Users:
+    """Walk the graph of ``y``; what only turns a parameter around, such as a transpose, belongs to its user."""
+    assert y.grad_fn is not None, "nothing was recorded"
+    users = _Users({}, defaultdict(set))
+    users.outputs[y.grad_fn].add(y.output_nr)
+    seen, todo = {y.grad_fn}, [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        for after, number in _next(node):
+            parameter = _parameter(after)
+            if parameter is not None:
+                nodes = users.of.setdefault(parameter, [])
+                if node not in nodes:
+                    nodes.append(node)
+                continue
+            users.outputs[after].add(number)
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+    return users
+
+
+def _parameter(node: Node) -> torch.Tensor | None:
+    """The leaf that ``node`` accumulates into, or that it is a view of."""
+    while not hasattr(node, "variable"):
+        if node.name() not in _VIEWS:
+            return None
+        following = list(_next(node))
+        if len(following) != 1:
+            return None
+        node = following[0][0]
+    leaf: torch.Tensor = node.variable
+    return leaf
+
+
+def _next(node: Node) -> Iterator[tuple[Node, int]]:
+    return ((after, number) for after, number in node.next_functions if after is not None)
