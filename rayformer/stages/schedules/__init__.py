@@ -53,14 +53,14 @@ RUN = ("gpipe", "1f1b")
 def get_schedule(name: str) -> Schedule:
     """The schedule that `schedule.name` names; raises ConfigError if there is none."""
     if name not in SCHEDULES:
-        raise ConfigError([_unknown(name)])
+        raise ConfigError([_unknown(name, tuple(SCHEDULES))])
     return SCHEDULES[name]
 
 
 def problems(name: str, *, pp: int, chunks: int, microbatches: int) -> list[Problem]:
     """Why this schedule can't run so many chunks and microbatches on so many ranks; empty if it can."""
     if name not in SCHEDULES:
-        return [_unknown(name)]
+        return [_unknown(name, RUN)]
     if name not in RUN:
         rule = f"so far {name} is only drawn, by rayformer schedule"
         return [Problem(keys={"schedule.name": name}, rule=rule, fix=f"use {' or '.join(RUN)}")]
@@ -82,7 +82,7 @@ def chunk_problems(name: str, *, chunks: int) -> list[Problem]:
     ]
 
 
-def _unknown(name: str) -> Problem:
-    near = difflib.get_close_matches(name, SCHEDULES, n=1)
+def _unknown(name: str, known: tuple[str, ...]) -> Problem:
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "use one of these"
-    return Problem(keys={"schedule.name": name}, rule=f"the schedules are {', '.join(SCHEDULES)}", fix=hint)
+    return Problem(keys={"schedule.name": name}, rule=f"the schedules are {', '.join(known)}", fix=hint)
