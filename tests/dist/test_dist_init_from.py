@@ -93,6 +93,19 @@ def test_the_initial_state_is_theirs_with_nothing_else(theirs, job, tmp_path):  
         assert (tmp_path / "back" / name).read_bytes() == (theirs / name).read_bytes()
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_that_changes_nothing_leaves_the_weights_as_loaded(theirs, job, tmp_path, dtype, zero):  # B74
+    tree = job(f"hf:{theirs}", precision={"params": dtype})
+    tree["optim"] = {**OPTIM, "lr": 1e-30, "min_lr": 0.0, "weight_decay": 0.0, "zero": zero}  # rounds away
+    run(tree, tmp_path, "--set", "run.stop_at=1", status=75)
+    assert any(value.any() for value in tensors_of(checkpoint_of(tree, 1), "exp_avg").values()), "it did step"
+    masters = ["--dtype", "fp32"]
+    assert main(["ckpt", "export", str(checkpoint_of(tree, 1)), str(tmp_path / "back"), *masters]) == 0
+    back, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", theirs))
+    assert back.keys() == expected.keys() and all(torch.equal(back[name], value) for name, value in expected.items())
+
+
 def test_a_run_starts_at_step_one_and_goes_on_from_its_own_checkpoints(theirs, job, tmp_path):
     mine = tmp_path / "mine"
     shutil.copytree(theirs, mine)
