@@ -40,7 +40,7 @@ def schedule_command(
     table: Path | None,
     as_json: bool,
 ) -> int:
-    """Draw the schedules ``names`` and that of the file ``table``, and compare them if there are several."""
+    """Draw the schedules ``names`` and that of the file ``table``, and compare them in a table."""
     if not names and table is None:
         nothing = Problem(keys={"NAME": ""}, rule="there is nothing to draw", fix="name one, or give --table")
         raise ConfigError([nothing])

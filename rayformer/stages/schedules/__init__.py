@@ -46,7 +46,7 @@ SCHEDULES: dict[str, Schedule] = {
     "zbv": Schedule(orders=zbv, chunks=2, vee=True),
 }
 
-RUN = ("gpipe", "1f1b")
+RUNNABLE = ("gpipe", "1f1b")
 """Those that cells can run so far; the others are drawn and checked."""
 
 
@@ -60,10 +60,10 @@ def get_schedule(name: str) -> Schedule:
 def problems(name: str, *, pp: int, chunks: int, microbatches: int) -> list[Problem]:
     """Why this schedule can't run so many chunks and microbatches on so many ranks; empty if it can."""
     if name not in SCHEDULES:
-        return [_unknown(name, RUN)]
-    if name not in RUN:
+        return [_unknown(name, RUNNABLE)]
+    if name not in RUNNABLE:
         rule = f"so far {name} is only drawn, by rayformer schedule"
-        return [Problem(keys={"schedule.name": name}, rule=rule, fix=f"use {' or '.join(RUN)}")]
+        return [Problem(keys={"schedule.name": name}, rule=rule, fix=f"use {' or '.join(RUNNABLE)}")]
     return chunk_problems(name, chunks=chunks)
 
 

@@ -1,3 +1,5 @@
+import doctest
+import importlib
 import json
 import re
 from pathlib import Path
@@ -13,6 +15,9 @@ from rayformer.stages.schedules import SCHEDULES, get_schedule, problems
 from rayformer.stages.schedules.forward_only import forward_only
 from rayformer.stages.schedules.interleaved import group_size, interleaved
 from rayformer.stages.schedules.table import from_table
+
+interleaved_module = importlib.import_module("rayformer.stages.schedules.interleaved")  # the package has its function
+table_module = importlib.import_module("rayformer.stages.schedules.table")
 
 PP = range(1, 9)
 MICROBATCHES = range(1, 33)
@@ -229,3 +234,9 @@ def test_a_table_that_would_go_wrong_is_refused_before_it_runs():
         lower(from_table("F0 F1 B0 B1\nF0 B0"))
     with pytest.raises(ScheduleError, match="pp0 has B1 0 times, not once"):
         check(lower(from_table("F0 F1 B0\nF0 F1 B0 B1")), rendezvous=True)
+
+
+@pytest.mark.parametrize("module", [interleaved_module, table_module])
+def test_the_examples_in_the_docstrings_hold(module):
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
