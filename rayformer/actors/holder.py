@@ -120,6 +120,14 @@ class Holder:
                     raise SnapshotError(f"this node holds no memory of {cell}")
             return {cell: Place(pid=os.getpid(), descriptor=self._memory[cell][0]) for cell in cells}
 
+    def have_pinned(self, cells: list[str], step: int, generation: int) -> bool:
+        """Whether all of ``cells`` have pinned their snapshot of ``step`` in ``generation`` or a later one."""
+        with self._lock:
+            return all(
+                cell in self._memory and SlotFile(self._memory[cell][1]).is_pinned(step, generation=generation)
+                for cell in cells
+            )
+
     def unpin(self) -> None:
         """Let every snapshot be written over again: the save that some were pinned for has ended."""
         for _, memory in list(self._memory.values()):

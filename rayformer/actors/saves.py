@@ -31,6 +31,7 @@ from rayformer.errors import RayformerError, SnapshotError
 from rayformer.events import CheckpointSaved, SaveDue, SaveFailed, StepReport
 
 TRIES, PAUSE_S = 3, 1.0
+PIN_S, LOOK_FOR_PINS_S = 120.0, 0.05  # until every cell has come to a step that is saved
 FINISH_S = 60.0  # for the last save of a run that failed
 LOOK_EVERY_S, STUCK_S = 5.0, 300.0  # a file that takes longer than this is given up
 logger = logging.getLogger("rayformer.saves")
@@ -44,6 +45,7 @@ class Saves:
     def __init__(self, plan: RunPlan, crew: Crew, told: Told) -> None:
         self._plan, self._crew, self._told = plan, crew, told
         self._queue: asyncio.Queue[SaveDue] = asyncio.Queue()
+        self._pinning: dict[int, int] = {}  # steps that cells are pinning, and the newest generation that does
         self._now: SaveDue | None = None
         self._report: StepReport | None = None
         self._is_given_up = self._is_ending = False
@@ -55,6 +57,10 @@ class Saves:
 
     def due(self, event: SaveDue) -> None:
         """Save the state after a step, which a cell has pinned; one that is being saved, or is saved, only once."""
+        self._pinning[event.step] = event.generation
+        self._put(event)
+
+    def _put(self, event: SaveDue) -> None:
         if self._now is not None and self._now.step == event.step and not self._is_given_up:
             self._report = event.report or self._report
             return
@@ -63,7 +69,7 @@ class Saves:
 
     def found_pinned(self, generation: int, step: int) -> None:
         """A cell joins with a snapshot pinned, of which nobody may have heard."""
-        self.due(SaveDue(generation=generation, step=step))
+        self._put(SaveDue(generation=generation, step=step))
 
     async def rehoused(self) -> None:
         """Slots were taken to new memory, and what had been let go before may be pinned there."""
@@ -99,7 +105,7 @@ class Saves:
             if isinstance(ended, CheckpointSaved):
                 self._last = ended
             if not self._is_given_up:  # else the cells have forgotten that step, and may have pinned it again
-                await self.let_go()
+                await self._let_go_of(ended)
             report, self._now = self._report, None
             if not self._is_given_up:
                 self._told(ended, report)
@@ -214,6 +220,38 @@ class Saves:
             with suppress(RayError, TimeoutError):
                 total += await asyncio.wait_for(_awaited(saver.num_bytes.remote()), LOOK_EVERY_S)
         return total
+
+    async def _let_go_of(self, ended: CheckpointSaved | SaveFailed) -> None:
+        """Let the slots go once all cells have pinned them: who pins later than that would keep it for good.
+
+        The cells of a generation that goes on from a step that is saved pin it again.
+        """
+        while True:
+            generation = self._pinning.get(ended.step)
+            if generation is not None and isinstance(ended, CheckpointSaved):
+                await self._all_pinned(ended.step, generation)
+            await self.let_go()
+            if self._pinning.get(ended.step) == generation:
+                break
+        self._pinning.pop(ended.step, None)
+
+    async def _all_pinned(self, step: int, generation: int) -> None:
+        """Return when every cell has pinned ``step`` in ``generation``, or will not do so any more."""
+        until = time.monotonic() + PIN_S
+        while not (self._is_given_up or self._is_ending) and time.monotonic() < until:
+            by_node: defaultdict[str, list[str]] = defaultdict(list)
+            for cell, hand in self._crew.owners.items():
+                by_node[hand.node].append(cell)
+            holders = self._crew.holders
+            with suppress(RayError):
+                if all(
+                    [
+                        node in holders and await holders[node].have_pinned.remote(cells, step, generation)
+                        for node, cells in by_node.items()
+                    ]
+                ):
+                    return
+            await asyncio.sleep(LOOK_FOR_PINS_S)
 
     async def let_go(self) -> None:
         """Let the slots of all cells be written over again."""

@@ -125,14 +125,14 @@ class Snapshots:
 
         Raises CollectiveError if the generation ``is_given_up`` meanwhile.
         """
-        step = self._cell.position.step
+        step, generation = self._cell.position.step, self._cell.groups.generation
         while self.is_pinned:
             if is_given_up():
                 raise CollectiveError("the generation was given up while a checkpoint was written")
             time.sleep(LOOK_EVERY_S)
-        if not self.file.pin(step):
+        if not self.file.pin(step, generation):
             self.take()
-            self.file.pin(step)
+            self.file.pin(step, generation)
 
     def agree(self, step_s: float) -> None:
         """Choose the cadence, with all cells, now that a step of ``step_s`` and a snapshot have been seen.

@@ -36,7 +36,7 @@ _FILE = struct.Struct("<8sQQQ")  # magic, slots, payload bytes, index bytes
 _CADENCE = struct.Struct("<QQ")  # steps between snapshots, and between anchors
 _SLOT = struct.Struct("<QQQQQQQ")  # valid, generation, step, anchor, xxh3 of payload, bytes of small values, their xxh3
 CADENCE_AT, PROGRESS_AT, WORKED_AT = 512, 1024, 2048  # in the first page
-_PIN_AT = 512  # in a slot's first page: 1 if it is pinned
+_PIN_AT = 512  # in a slot's first page: 0, or one more than the generation in which it was pinned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +137,12 @@ class SlotFile:
         self._invalidate(slot)
         return slot
 
-    def pin(self, step: int) -> bool:
+    def pin(self, step: int, generation: int = 0) -> bool:
         """Keep the snapshot of ``step`` as it is until ``unpin``; whether there is one."""
         for slot in self._slots:
             valid, _, found, *_ = self._header(slot)
             if valid and found == step:
-                self._set_pin(slot, 1)
+                self._set_pin(slot, generation + 1)
                 return True
         return False
 
@@ -154,6 +154,10 @@ class SlotFile:
     def pinned(self) -> tuple[int, ...]:
         """The steps whose snapshots are pinned."""
         return tuple(self._header(slot)[2] for slot in self._slots if self._is_pinned(slot) and self._header(slot)[0])
+
+    def is_pinned(self, step: int, *, generation: int) -> bool:
+        """Whether the snapshot of ``step`` was pinned in ``generation`` or a later one."""
+        return any(self._header(slot)[2] == step and self._pin(slot) > generation for slot in self._slots)
 
     def payload(self, slot: int) -> memoryview:
         """The memory of a slot's payload, to be written between ``begin`` and ``commit``."""
@@ -222,7 +226,11 @@ class SlotFile:
         self._set_pin(slot, 0)
 
     def _is_pinned(self, slot: int) -> bool:
-        return any(self._memory[self._slot_at(slot) + _PIN_AT : self._slot_at(slot) + _PIN_AT + 8])
+        return self._pin(slot) > 0
+
+    def _pin(self, slot: int) -> int:
+        at = self._slot_at(slot) + _PIN_AT
+        return int.from_bytes(self._memory[at : at + 8], "little")
 
     def _set_pin(self, slot: int, pin: int) -> None:
         at = self._slot_at(slot) + _PIN_AT

@@ -145,6 +145,15 @@ def test_only_a_snapshot_that_is_there_can_be_pinned():
     assert not file.pin(2) and file.pinned() == ()
 
 
+def test_a_pin_says_in_which_generation_it_was_made():
+    file, _ = slot_file()
+    take(file, 1)
+    assert not file.is_pinned(1, generation=0)
+    file.pin(1, 2)
+    assert file.is_pinned(1, generation=1) and file.is_pinned(1, generation=2)
+    assert not file.is_pinned(1, generation=3) and not file.is_pinned(2, generation=0)
+
+
 @pytest.mark.parametrize("pinned", range(1, 12))
 def test_anchors_and_the_newest_stay_beside_a_pinned_one(pinned):
     """Whichever step is pinned, an anchor or none: with five slots there is always one to write into."""
