@@ -66,7 +66,7 @@ def main() -> None:
         "figure": "model FLOPs utilisation, median step",
         "mfu": flops * tokens_per_s / options.peak,
         "tokens_per_s": tokens_per_s,
-        "parameters": sum(p.numel() for p in cell.stage.parameters()),
+        "parameters": sum(p.numel() for p in cell.stages[0].parameters()),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         "step_s": seconds,
         "losses": losses,

@@ -358,7 +358,7 @@ class Worker:
 
 def _poison(cell: Cell) -> None:
     """Make one element of the gradient NaN; the next microbatch's is added to it."""
-    grad = next(p.grad for p in cell.stage.parameters() if p.grad is not None)
+    grad = next(p.grad for stage in cell.stages for p in stage.parameters() if p.grad is not None)
     grad.view(-1)[0] = float("nan")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from rayformer.cell.model import load_model
 from rayformer.config.job import Job
@@ -19,14 +21,15 @@ from rayformer.ops.dropout import Moment
 from rayformer.optim.adamw import ShardedAdamW
 from rayformer.optim.buffers import FlatParameters, GradBuffers
 from rayformer.optim.plan import BUCKET_ELEMENTS, CPU_BUCKET_ELEMENTS, BucketPlan, plan_buckets
+from rayformer.optim.tied import TiedParameters
 from rayformer.optim.tree import owned_leaves
 from rayformer.shards import ParamSpec
 from rayformer.stages.channel import Channel
 from rayformer.stages.check import check
 from rayformer.stages.executor import Executor
-from rayformer.stages.instructions import Program
-from rayformer.stages.lowering import lower, with_awaited_params, with_reductions
-from rayformer.stages.schedules import get_schedule
+from rayformer.stages.instructions import Program, StageMap
+from rayformer.stages.lowering import BucketPlace, lower, with_awaited_params, with_reductions
+from rayformer.stages.schedules import Schedule, get_schedule
 from rayformer.stages.schedules.forward_only import forward_only
 from rayformer.stages.split import split_blocks
 from rayformer.stages.stage import Stage
@@ -56,12 +59,18 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Everything that one cell of a run computes with. ``leaves`` are the virtual ranks it runs."""
+    """Everything that one cell of a run computes with.
+
+    ``stages`` are those of the model that it holds, one for each chunk; ``chunk_of`` says where each of its parameters
+    is. ``leaves`` are the virtual ranks it runs.
+    """
 
     job: Job
     groups: Groups
-    stage: Stage
+    stage_map: StageMap
+    stages: tuple[Stage, ...]
     specs: dict[str, ParamSpec]
+    chunk_of: dict[str, int]
     parameters: FlatParameters
     grads: GradBuffers
     optimizer: ShardedAdamW
@@ -92,49 +101,67 @@ class Cell:
 class Programs:
     """The programs of one cell for batches of any size, each checked for all ranks when it is first needed."""
 
-    def __init__(self, job: Job, groups: Groups, stage: Stage, plan: BucketPlan, *, leaves: range) -> None:
-        self._job, self._pp, self._rank = job, groups.layout.pp, groups.cell.pp
-        self._leaves, self._num_segments = leaves, len(stage.segments)
+    def __init__(
+        self,
+        job: Job,
+        groups: Groups,
+        stages: Sequence[Stage],
+        plan: BucketPlan,
+        *,
+        schedule: Schedule,
+        stage_map: StageMap,
+        leaves: range,
+    ) -> None:
+        self._job, self._schedule, self._rank = job, schedule, groups.cell.pp
+        self._stage_map, self._leaves = stage_map, leaves
+        self._num_segments = [len(stage.segments) for stage in stages]
         wanted = groups.device.type == "cuda" if job.optim.overlap == "auto" else job.optim.overlap
         self._overlap = wanted and groups.dp.size > 1
-        where: dict[str, list[int]] = {}
-        borrowed: dict[str, list[int]] = {}
-        for parameter, segment in stage.segments_of_parameters().items():
-            assert isinstance(parameter, Parameter)
-            (borrowed if parameter.borrowed else where).setdefault(parameter.spec.name, []).append(segment)
-        used = [
-            [segment for slot in bucket.slots for segment in (borrowed if bucket.borrowed else where)[slot.name]]
-            for bucket in plan.buckets
-        ]
-        # Where forward first needs a bucket is where backward last adds to it.
-        self._first_segment = [min(segments) for segments in used]
+        self._buckets = _bucket_places(stages, plan)
         self.train = lru_cache(self._train)
         self.evaluate = lru_cache(self._evaluate)
 
     def _train(self, batch_size: int) -> Program:
         """One training step on a global batch of ``batch_size`` samples."""
         leaf_of = [leaf for leaf in self._leaves for _ in range(self._per_leaf(batch_size))]
-        programs = get_schedule(self._job.schedule.name).programs(self._pp, 1, len(leaf_of))
-        check(programs, rendezvous=True)
+        programs = self._schedule.programs(self._stage_map.pp, self._stage_map.chunks, len(leaf_of))
+        check(programs, rendezvous=True, vee=self._stage_map.vee)
         program = with_reductions(
             programs[self._rank],
             leaf_of_microbatch=leaf_of,
-            lowest_segment=self._first_segment,
+            buckets=self._buckets,
             num_segments=self._num_segments,
             overlap=self._overlap,
         )
-        return with_awaited_params(program, first_segment=self._first_segment, num_segments=self._num_segments)
+        return with_awaited_params(program, buckets=self._buckets, num_segments=self._num_segments)
 
     def _evaluate(self) -> Program:
         """One held-out global batch."""
+        pp, chunks, vee = self._stage_map.pp, self._stage_map.chunks, self._stage_map.vee
         num_microbatches = len(self._leaves) * self._per_leaf(self._job.batch.global_)
-        return lower(forward_only(self._pp, 1, num_microbatches))[self._rank]
+        return lower(forward_only(pp, chunks, num_microbatches), vee=vee)[self._rank]
 
     def _per_leaf(self, batch_size: int) -> int:
         batch = self._job.batch
         per_leaf, rest = divmod(batch_size, batch.micro * batch.num_virtual_ranks)
         assert per_leaf and not rest, f"{batch_size} samples don't divide into virtual ranks of whole microbatches"
         return per_leaf
+
+
+def _bucket_places(stages: Sequence[Stage], plan: BucketPlan) -> list[BucketPlace]:
+    """Where forward first needs each bucket, which is where backward last adds to it."""
+    where: dict[tuple[str, bool], list[int]] = {}
+    for stage in stages:
+        for parameter, segment in stage.segments_of_parameters().items():
+            assert isinstance(parameter, Parameter)
+            where.setdefault((parameter.spec.name, parameter.borrowed), []).append(segment)
+    return [
+        BucketPlace(
+            chunk=bucket.chunk,
+            segment=min(segment for slot in bucket.slots for segment in where[slot.name, bucket.borrowed]),
+        )
+        for bucket in plan.buckets
+    ]
 
 
 def build_cell(
@@ -164,11 +191,19 @@ def build_cell(
         recomputed=frozenset(job.recompute.modules if job.recompute.mode == "selective" else ()),
         compiled=job.model.compile,
     )
-    numbers = split_blocks(job.layout.stages, costs=[block.cost for block in blocks], pp=degrees.pp)[at.pp]
-    stage = Stage(blocks, loss, numbers=numbers, ctx=ctx, recompute=job.recompute)
-    owned = [(p.spec.name, p) for p in own_parameters(stage)]
-    borrowed = [(p.spec.name, p) for p in stage.parameters() if isinstance(p, Parameter) and p.borrowed]
-    specs = parameter_specs(stage)
+    schedule = get_schedule(job.schedule.name, **job.schedule.options)
+    stage_map = StageMap(pp=degrees.pp, chunks=job.layout.virtual_stages, vee=schedule.vee)
+    costs = [block.cost for block in blocks]
+    numbers = split_blocks(job.layout.stages, costs=costs, pp=degrees.pp, chunks=stage_map.chunks)
+    stages = [
+        Stage(blocks, loss, numbers=numbers[stage_map.stage(at.pp, chunk)], ctx=ctx, recompute=job.recompute)
+        for chunk in range(stage_map.chunks)
+    ]
+    everything = nn.ModuleList(stages)
+    specs = parameter_specs(everything)
+    owned = [(p.spec.name, p) for p in own_parameters(everything)]
+    borrowed = [(p.spec.name, p) for p in everything.parameters() if isinstance(p, Parameter) and p.borrowed]
+    chunk_of = {p.spec.name: chunk for chunk, stage in enumerate(stages) for p in own_parameters(stage)}
     plan = plan_buckets(
         [(name, p.numel()) for name, p in owned],
         dp=degrees.dp,
@@ -176,26 +211,37 @@ def build_cell(
         rooms={p.spec.name: p.spec.room(degrees.tp) for _, p in (*owned, *borrowed)},
         alone=[name for name, spec in specs.items() if spec.tied],
         borrowed=[(name, p.numel()) for name, p in borrowed],
+        chunks=chunk_of,
+        borrowing_chunk=stage_map.chunk(stage_map.last),
     )
     num_leaves = job.batch.num_virtual_ranks
     leaves = owned_leaves(num_leaves, degrees.dp, at.dp)
     parameters = FlatParameters(owned, plan, borrowed=borrowed, dtype=dtype)
+    tied = TiedParameters(
+        plan,
+        tied=[name for name, spec in specs.items() if spec.tied],
+        pp=groups.pp,
+        borrower=stage_map.rank(stage_map.last),
+    )
     own_seq = job.batch.seq // (degrees.tp if ctx.sequence_parallel else 1)
     channel = Channel(groups.pp, shape=(job.batch.micro, own_seq, job.model.hidden), dtype=dtype)
-    training, held_out = _orders(job, corpus_cache, base_dir) if stage.is_first or stage.is_last else (None, None)
+    reads = any(stage.is_first or stage.is_last for stage in stages)
+    training, held_out = _orders(job, corpus_cache, base_dir) if reads else (None, None)
     return Cell(
         job=job,
         groups=groups,
-        stage=stage,
+        stage_map=stage_map,
+        stages=tuple(stages),
         specs=specs,
+        chunk_of=chunk_of,
         parameters=parameters,
         grads=GradBuffers(owned, plan, leaves=leaves, num_leaves=num_leaves, borrowed=borrowed),
         optimizer=ShardedAdamW(
-            parameters, specs, job.optim, precision=job.precision, tp=groups.tp, dp=groups.dp, pp=groups.pp
+            parameters, specs, job.optim, precision=job.precision, tp=groups.tp, dp=groups.dp, tied=tied
         ),
         channel=channel,
-        executor=Executor(stage, channel, waited_s=lambda: groups.waited_s),
-        programs=Programs(job, groups, stage, plan, leaves=leaves),
+        executor=Executor(stages, channel, stage_map=stage_map, rank=at.pp, waited_s=lambda: groups.waited_s),
+        programs=Programs(job, groups, stages, plan, schedule=schedule, stage_map=stage_map, leaves=leaves),
         leaves=leaves,
         training=training,
         held_out=held_out,

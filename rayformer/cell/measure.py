@@ -42,7 +42,7 @@ class Measured:
 class Meter:
     """Measures the steps of one cell. Making one is a meeting of the replica's cells; so is every measurement.
 
-    Shapes: V microbatches of a step, P parameters of the largest stage.
+    Shapes: V microbatches of a step, P parameters of the pipeline rank that has most.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -57,9 +57,16 @@ class Meter:
         # What tp replicates counts on its first rank only.
         own = torch.tensor([spec.split is not None for spec in self._specs.values()], dtype=torch.bool)
         self._counted = own.to(dp.device) if self._groups.tp.rank else None
-        # The parameters of every stage, in model order; tp ranks have the same ones.
-        self._stage_names: list[list[str]] = self._groups.model.gather_values(list(cell.specs))[:: cell.groups.tp.size]
-        refuse_same_names([name for stage in self._stage_names for name in stage])
+        # The parameters of every pipeline rank, chunk after chunk; tp ranks have the same ones.
+        numbered = [(name, cell.stage_map.stage(cell.groups.cell.pp, chunk)) for name, chunk in cell.chunk_of.items()]
+        by_rank = self._groups.model.gather_values(numbered)[:: cell.groups.tp.size]
+        self._num_of_rank = [len(names) for names in by_rank]
+        everywhere = [(stage, name) for names in by_rank for name, stage in names]
+        in_model = sorted(range(len(everywhere)), key=lambda i: everywhere[i][0])  # stable within a stage
+        self._in_model = torch.tensor(in_model, dtype=torch.int64)
+        self._names = [everywhere[i][1] for i in in_model]
+        self._last_rank = cell.stage_map.rank(cell.stage_map.last)
+        refuse_same_names(self._names)
 
     def measure(
         self, losses: Losses, shards: Sequence[torch.Tensor], *, num_microbatches: int, seed: float
@@ -76,9 +83,8 @@ class Meter:
         over_tp = squares[:, 0]
         for rank in range(1, squares.shape[1]):
             over_tp = over_tp + squares[:, rank]
-        per_parameter = torch.cat([row[: len(names)] for row, names in zip(over_tp, self._stage_names)])
-        names = [name for stage in self._stage_names for name in stage]
-        nonfinite = [name for name, value in zip(names, per_parameter.tolist()) if not math.isfinite(value)]
+        per_parameter = torch.cat([row[:count] for row, count in zip(over_tp, self._num_of_rank)])[self._in_model]
+        nonfinite = [name for name, value in zip(self._names, per_parameter.tolist()) if not math.isfinite(value)]
         norm = math.sqrt(float(tree_sum(per_parameter))) / seed / max(valid, 1) if not nonfinite else math.nan
         return Measured(loss_sum=loss_sum, valid_tokens=valid, norm=norm, nonfinite=tuple(nonfinite))
 
@@ -108,12 +114,12 @@ class Meter:
     def _over_replica(self, step_losses: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The last stage's losses [2, V], and every cell's ``squares`` as [pp, tp, P], on the CPU."""
         replica, layout = self._groups.model, self._groups.layout
-        width = max(map(len, self._stage_names)) if squares.numel() else 0
+        width = max(self._num_of_rank) if squares.numel() else 0
         sent = torch.cat([step_losses.reshape(-1), squares, squares.new_zeros(width - squares.numel())])
         received = sent.new_empty(replica.size, sent.numel())
         replica.all_gather(received.view(-1), sent).wait()
         cells = received.view(layout.pp, layout.tp, -1).cpu()
-        return cells[-1, 0, : step_losses.numel()].view(2, -1), cells[:, :, step_losses.numel() :]
+        return cells[self._last_rank, 0, : step_losses.numel()].view(2, -1), cells[:, :, step_losses.numel() :]
 
     def _parameter_squares(self, by_dp: torch.Tensor) -> torch.Tensor:
         """The sum of squares of each own parameter, in model order."""

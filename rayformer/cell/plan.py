@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, shown_job, starts_anew
+from rayformer.cell.problems import schedule_problems
 from rayformer.ckpt.initial import absolute, copy_companions
 from rayformer.ckpt.manifest import MANIFEST, find_checkpoints
 from rayformer.ckpt.storage import Folder, LocalFolder, folder_at, without_keys
@@ -94,7 +95,7 @@ def plan_run(job: Job, *, dp: int, fresh: bool, allowed: Collection[str]) -> Run
         for key in allowed
         if not is_key(key)
     ]
-    problems += [*batch_problems(resolved), *origin.problems(resolved, allowed=allowed)]
+    problems += [*batch_problems(resolved), *schedule_problems(resolved), *origin.problems(resolved, allowed=allowed)]
     if problems:
         raise ConfigError(problems)
     stop_at = resolved.run.stop_at

@@ -16,17 +16,13 @@ from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
 from rayformer.data import corpus
 from rayformer.errors import CheckpointError, ConfigError, Problem
+from rayformer.optim.tree import owned_leaves
 from rayformer.stages import schedules, split
 
 
 def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
     """Every problem that ``job`` has with its schedule, its data, its folders, and the checkpoint it goes on from."""
-    yield from schedules.problems(
-        job.schedule.name,
-        pp=job.layout.pp,
-        chunks=job.layout.virtual_stages,
-        microbatches=max(1, job.batch.num_microbatches),
-    )
+    yield from schedule_problems(job)
     yield from _stages(job)
     yield from corpus.problems(
         [(source.path, source.weight) for source in job.data.train],
@@ -57,6 +53,29 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
         yield from _initial(job, job.checkpoint.init_from)
     known = origin.manifest is not None and job.layout.dp != "auto"
     yield from batch_problems(origin.resolve(job, dp=job.layout.dp) if known else job)
+
+
+def schedule_problems(job: Job) -> Iterator[Problem]:
+    """Whether the job's schedule can run in its layout, with as many microbatches as its replicas have."""
+    yield from schedules.problems(
+        job.schedule.name,
+        pp=job.layout.pp,
+        chunks=job.layout.virtual_stages,
+        microbatches=_microbatches(job),
+        **job.schedule.options,
+    )
+
+
+def _microbatches(job: Job) -> set[int]:
+    """The numbers of microbatches that replicas have in a step; empty where dp is not known yet."""
+    batch, dp, ramp = job.batch, job.layout.dp, job.batch.rampup
+    if dp == "auto" or list(batch_problems(job)):
+        return set()
+    leaves = max(dp, dp if batch.virtual_ranks == "auto" else batch.virtual_ranks)
+    sizes = {batch.global_, *(range(ramp.start, batch.global_, ramp.increment) if ramp else ())}
+    return {
+        len(owned_leaves(leaves, dp, rank)) * size // (batch.micro * leaves) for size in sizes for rank in range(dp)
+    }
 
 
 def _initial(job: Job, where: str) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 INSTRUCTIONS = (
     "", "Forward", "Backward", "SendAct", "RecvAct", "SendGrad", "RecvGrad", "FoldGrads", "ReduceGrads", "AwaitParams",
+    "InputGrad", "WeightGrad",
 )  # fmt: skip
 _WORD = struct.Struct("<qqqqqd")  # count of words, step, phase, instruction, its microbatch or bucket, monotonic time
 

@@ -52,7 +52,7 @@ def pipeline_of(job: Job) -> Pipeline | None:
     per_replica = batch.num_microbatches // batch.num_virtual_ranks * -(-batch.num_virtual_ranks // layout.dp)
     shown = max(1, min(per_replica, MAX_SLOTS // (2 * pp * chunks)))
     try:
-        schedule = get_schedule(job.schedule.name)
+        schedule = get_schedule(job.schedule.name, **job.schedule.options)
     except ConfigError:
         return None
     found = check(schedule.programs(pp, chunks, shown), rendezvous=False, vee=schedule.vee)

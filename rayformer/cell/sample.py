@@ -12,7 +12,8 @@ import xxhash
 from rayformer.cell.build import Cell
 from rayformer.data.tokenizers import get_tokenizer
 from rayformer.shards import share_start
-from rayformer.stages.instructions import RecvAct, SendAct
+from rayformer.stages.lowering import lower
+from rayformer.stages.schedules.forward_only import forward_only
 
 PROMPT = "def "
 
@@ -25,7 +26,8 @@ def sample_text(cell: Cell, *, num_tokens: int = 160, temperature: float = 0.7) 
     ids = [int(i) for i in tokenizer.encode(PROMPT)]
     bits = np.random.Philox(key=np.array([seed, xxhash.xxh3_64_intdigest(b"sample")], dtype=np.uint64))
     draws = np.random.Generator(bits).random(num_tokens)
-    last_rank = groups.model.size - groups.layout.tp  # the first tp rank of the last stage
+    stage_map = cell.stage_map
+    last_rank = stage_map.rank(stage_map.last) * groups.layout.tp  # the first tp rank of the last stage
     token = torch.zeros(1, dtype=torch.int64, device=groups.device)
     for draw in draws:
         context = ids[-seq:]
@@ -42,20 +44,14 @@ def sample_text(cell: Cell, *, num_tokens: int = 160, temperature: float = 0.7) 
 
 
 def _logits(cell: Cell, context: list[int], position: int) -> torch.Tensor | None:
-    """The logits [V] after ``context``, on the last stage; the context is padded to a whole sample."""
-    stage, pp = cell.stage, cell.groups.pp
+    """The logits [V] after ``context``, on the rank of the last stage; the context is padded to a whole sample."""
     batch, seq = cell.job.batch.micro, cell.job.batch.seq
-    if stage.is_first:
-        x = torch.zeros(batch, seq, dtype=torch.int64, device=cell.groups.device)
-        x[0, : len(context)] = torch.tensor(context)
-    else:
-        x = cell.channel.recv(RecvAct(0, peer=pp.rank - 1))
-    y = stage(x)
-    if not stage.is_last:
-        cell.channel.send(SendAct(0, peer=pp.rank + 1), y)
-        cell.channel.finish()
-        return None
-    return _whole(cell, y[0, position])
+    tokens = torch.zeros(batch, seq, dtype=torch.int64, device=cell.groups.device)
+    tokens[0, : len(context)] = torch.tensor(context)
+    stage_map, rank = cell.stage_map, cell.groups.cell.pp
+    program = lower(forward_only(stage_map.pp, stage_map.chunks, 1), vee=stage_map.vee)[rank]
+    logits = cell.executor.infer(program, {0: tokens}).get(0)
+    return None if logits is None else _whole(cell, logits[0, position])
 
 
 def _whole(cell: Cell, part: torch.Tensor) -> torch.Tensor:

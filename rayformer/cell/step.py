@@ -163,8 +163,8 @@ class StepRunner:
 
     # The instructions about gradients and parameters, see stages.executor.DataParallel.
 
-    def close_leaf(self, leaf: int) -> None:
-        self._cell.grads.close_leaf(leaf)
+    def close_leaf(self, leaf: int, chunk: int) -> None:
+        self._cell.grads.close_leaf(leaf, chunk)
 
     def reduce(self, bucket: int) -> None:
         if len(self._pending) == _REDUCTIONS_IN_FLIGHT:  # each holds memory of its bucket's size
@@ -184,7 +184,7 @@ class StepRunner:
 
     def _feed(self, order: TrainingOrder | HeldOutOrder | None, first_sample: int, batch_size: int) -> Feed:
         """The own microbatches of the batch that starts at ``first_sample``; ``order`` is None between the ends."""
-        stage, micro = self._cell.stage, self._cell.job.batch.micro
+        stages, micro = self._cell.stages, self._cell.job.batch.micro
         mine = self._cell.samples(batch_size)
         places = range(len(mine) // micro)
         feed = Feed(samples={v: tuple(mine[v * micro : (v + 1) * micro]) for v in places})
@@ -193,9 +193,9 @@ class StepRunner:
         tokens, labels = order.batch(first_sample + mine.start, len(mine))
         for v in places:
             rows = slice(v * micro, (v + 1) * micro)
-            if stage.is_first:
+            if stages[0].is_first:
                 feed.tokens[v] = torch.from_numpy(tokens[rows]).to(self._groups.device)
-            if stage.is_last:
+            if stages[-1].is_last:
                 feed.labels[v] = torch.from_numpy(labels[rows]).to(self._groups.device)
                 feed.counts[v] = int((labels[rows] >= 0).sum())
         return feed
@@ -227,13 +227,18 @@ _PHASE_OF: dict[str, Phase] = {
     "RecvAct": "forward",
     "AwaitParams": "gather",
     "Backward": "backward",
+    "InputGrad": "backward",
+    "WeightGrad": "backward",
     "SendGrad": "backward",
     "RecvGrad": "backward",
     "FoldGrads": "reduce",
     "ReduceGrads": "reduce",
 }
 _NUMBER_OF = {"AwaitParams": "bucket", "ReduceGrads": "bucket", "FoldGrads": "leaf"}
-_PHASES = {"Forward": "forward", "Backward": "backward", "FoldGrads": "backward", "ReduceGrads": "backward"}
+_PHASES = {
+    "Forward": "forward",
+    **dict.fromkeys(("Backward", "InputGrad", "WeightGrad", "FoldGrads", "ReduceGrads"), "backward"),
+}
 
 
 def _seed(cell: Cell) -> float:

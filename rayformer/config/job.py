@@ -18,13 +18,31 @@ from rayformer.config.optim import OptimConfig, PrecisionConfig
 from rayformer.config.recompute import RecomputeConfig
 from rayformer.config.recovery import RecoveryConfig
 from rayformer.config.run import RunConfig
-from rayformer.config.section import Section
+from rayformer.config.section import Count, Section
 
 
 class Schedule(Section):
-    """The order in which a stage works through its microbatches."""
+    """The order in which a pipeline rank works through its microbatches."""
 
-    name: str = Field("1f1b", description="Pipeline schedule: gpipe or 1f1b.")
+    name: str = Field(
+        "1f1b",
+        description="Pipeline schedule: gpipe, 1f1b, interleaved (with layout.virtual_stages above 1), zb_h1, "
+        "zbv (with layout.virtual_stages 2), or table.",
+    )
+    group: Count | None = Field(
+        None,
+        description="Microbatches that interleaved passes through a chunk at a time, pp or more; none takes the "
+        "fewest that leave no short group.",
+    )
+    table: str = Field(
+        "", description="The schedule table as text: a line for each rank, in the words of rayformer schedule."
+    )
+    vee: bool = Field(False, description="Whether the stages of a table turn back at the last rank, as those of zbv.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a schedule needs to know besides its name."""
+        return {"group": self.group, "table": self.table, "vee": self.vee}
 
 
 def _built_in_or_own(value: Any, built_in: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig | CustomModelConfig:

@@ -35,7 +35,10 @@ PLACES: Mapping[Phase, str] = {
 BETWEEN_STEPS: frozenset[Phase] = frozenset({"setup", "load", "idle", "joining"})
 NOT_IN_EVERY_STEP: frozenset[Phase] = frozenset({*BETWEEN_STEPS, "snapshot", "eval", "save"})
 NAMED_INSTRUCTIONS = tuple(filter(None, INSTRUCTIONS))
-OF_MICROBATCHES = ("forward", "backward", "Forward", "Backward", "SendAct", "RecvAct", "SendGrad", "RecvGrad")
+OF_MICROBATCHES = (
+    "forward", "backward",
+    "Forward", "Backward", "InputGrad", "WeightGrad", "SendAct", "RecvAct", "SendGrad", "RecvGrad",
+)  # fmt: skip
 
 CONTROLLER_EFFECTS: tuple[Effect, ...] = ("drop_node", "kill_standby")
 LASTING_EFFECTS: tuple[Effect, ...] = ("slow", "nan")

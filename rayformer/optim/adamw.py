@@ -52,13 +52,13 @@ class ShardedAdamW:
         precision: PrecisionConfig,
         tp: Group,
         dp: Group,
-        pp: Group,
+        tied: TiedParameters,
     ) -> None:
         self._section, self._specs = section, specs
         self._tp, self._dp = tp, dp
         self._parameters = parameters
         self._plan = plan = parameters.plan
-        self.tied = TiedParameters(plan, tied=[name for name, spec in specs.items() if spec.tied], pp=pp)
+        self.tied = tied
         self.owned = [
             plan.shard(bucket, dp.rank) if section.zero == 1 else (bucket.start, bucket.stop) for bucket in plan.owned
         ]

@@ -9,13 +9,14 @@ differently, so other cuts would change bits.
     | dp0          | dp1                   | dp0               | dp1              |      shards
 
 A parameter that is used at both ends of the model (tied embeddings) has a bucket of its own, and so has each borrowed
-use of it, after all owned ones: the two are cut alike, and their gradients are added shard by shard.
+use of it, after all owned ones: the two are cut alike, and their gradients are added shard by shard. Parameters of
+different chunks of a rank share no bucket: their gradients are complete at different times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ALIGNMENT = 1024
 BUCKET_ELEMENTS = 4 * 2**20
@@ -40,12 +41,14 @@ class Bucket:
     """The elements [start, stop) of the flat buffer, reduced together; ``slots`` lie in it.
 
     ``borrowed`` says that its one slot is another block's parameter, whose gradient here is a part of that one's.
+    ``chunk`` is the chunk of the rank that computes with them.
     """
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
-    borrowed: bool = field(default=False, kw_only=True)
+    borrowed: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,35 +95,40 @@ def plan_buckets(
     rooms: Mapping[str, int] | None = None,
     alone: Collection[str] = (),
     borrowed: Sequence[tuple[str, int]] = (),
+    chunks: Mapping[str, int] | None = None,
+    borrowing_chunk: int = 0,
 ) -> BucketPlan:
     """Place ``parameters`` (name and number of elements, in model order) in buckets of at least ``bucket_elements``.
 
     The last bucket may be smaller. ``rooms`` are the elements to reserve for those parameters that need more than they
     have, since other tp ranks have more and all plans must be alike. Parameters in ``alone`` get buckets of their own;
-    ``borrowed`` ones follow after all others.
+    ``borrowed`` ones follow after all others. ``chunks`` are those of the parameters, 0 unless told, and
+    ``borrowing_chunk`` that of the borrowed ones.
 
     >>> plan = plan_buckets([("a", 10), ("b", 3000)], dp=2)
     >>> [(slot.name, slot.start) for slot in plan.slots], plan.numel
     ([('b', 0), ('a', 3072)], 4096)
     """
-    rooms = rooms or {}
+    rooms, chunks = rooms or {}, chunks or {}
     buckets: list[Bucket] = []
     slots: list[Slot] = []
-    start = at = 0
+    start = at = chunk = 0
 
     def close(*, is_borrowed: bool) -> None:
         nonlocal start, at
         if slots:
             at = start + _up(at - start, ALIGNMENT * dp)
-            buckets.append(Bucket(start=start, stop=at, slots=tuple(slots), borrowed=is_borrowed))
+            buckets.append(Bucket(start=start, stop=at, slots=tuple(slots), borrowed=is_borrowed, chunk=chunk))
             start = at
             slots.clear()
 
     for is_borrowed, members in ((False, reversed(parameters)), (True, borrowed)):
         for name, numel in members:
             by_itself = is_borrowed or name in alone
-            if by_itself:
+            own_chunk = borrowing_chunk if is_borrowed else chunks.get(name, 0)
+            if by_itself or own_chunk != chunk:
                 close(is_borrowed=False)
+            chunk = own_chunk
             slots.append(Slot(name=name, start=at, numel=numel))
             at = _up(at + max(numel, rooms.get(name, 0)), ALIGNMENT)
             if by_itself or at - start >= bucket_elements:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
-from rayformer.stages.channel import Channel
+from rayformer.stages.channel import Arrival, Channel
 from rayformer.stages.instructions import (
     AwaitParams,
     Backward,
+    Compute,
     FoldGrads,
     Forward,
+    InputGrad,
     Instruction,
     Program,
+    Recv,
     RecvAct,
     RecvGrad,
     ReduceGrads,
+    Send,
     SendAct,
     SendGrad,
+    StageMap,
+    WeightGrad,
 )
 from rayformer.stages.stage import Stage
 from rayformer.stages.tape import Tape
@@ -31,7 +37,7 @@ from rayformer.stages.tape import Tape
 class DataParallel(Protocol):
     """Where the instructions about gradients and parameters go."""
 
-    def close_leaf(self, leaf: int) -> None: ...
+    def close_leaf(self, leaf: int, chunk: int) -> None: ...
 
     def reduce(self, bucket: int) -> None: ...
 
@@ -63,102 +69,190 @@ class Losses:
     counts: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """One instruction: when it began and ended, in seconds of ``time.time``, and how long of that it waited."""
+
+    instruction: Instruction
+    start: float
+    end: float
+    waited: float
+
+
 class Executor:
-    """Runs programs on one stage.
+    """Runs programs on the stages of one rank, one for each chunk.
 
     ``counter`` is the last instruction begun, readable from another thread. ``seconds`` adds up how long training
     instructions of each kind took, without the seconds they waited, told by ``waited_s``; these are its ``waited``.
-    ``on_instruction`` is told of every instruction before it begins.
+    ``on_instruction`` is told of every instruction before it begins; a receive begins where what it brings is needed.
+    ``trace`` takes every training instruction, if there is one.
     """
 
-    def __init__(self, stage: Stage, channel: Channel, *, waited_s: Callable[[], float] = float) -> None:
-        self._stage, self._channel, self._waited_s = stage, channel, waited_s
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        channel: Channel,
+        *,
+        stage_map: StageMap,
+        rank: int,
+        waited_s: Callable[[], float],
+    ) -> None:
+        self._stages, self._channel, self._waited_s = tuple(stages), channel, waited_s
+        following = {chunk: stage_map.next_chunk(rank, chunk) for chunk in range(stage_map.chunks)}
+        self._next_here = {chunk: after for chunk, after in following.items() if after is not None}
+        self._previous_here = {after: chunk for chunk, after in self._next_here.items()}
         self.on_instruction: Callable[[Instruction], None] | None = None
         self.counter: Instruction | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.trace: list[Traced] | None = None
 
     def run(self, program: Program, feed: Feed, parallel: DataParallel) -> Losses:
-        """Execute ``program``; one without Backward runs without recording a graph."""
+        """Execute ``program``; one without backwards runs without recording a graph."""
         losses = Losses()
-        if any(isinstance(instruction, Backward) for instruction in program):
+        if any(isinstance(instruction, Backward | InputGrad) for instruction in program):
+            self._channel.begin(program)
             self._train(program, feed, parallel, losses)
+            self._channel.finish()
         else:
-            with torch.no_grad():
-                self._evaluate(program, feed, parallel, losses)
-        self._channel.finish()
+            for v, logits, stage in self._outputs(program, feed.tokens):
+                losses.sums[v] = stage.token_losses(logits, feed.labels[v]).sum()
+                losses.counts[v] = feed.counts[v]
         self.counter = None
         return losses
 
+    def infer(self, program: Program, tokens: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The logits of each microbatch of ``tokens`` [B, S], on the rank of the last stage; empty on others."""
+        return {v: logits for v, logits, _ in self._outputs(program, tokens)}
+
     def _train(self, program: Program, feed: Feed, parallel: DataParallel, losses: Losses) -> None:
-        tapes: dict[int, Tape] = {}
-        inputs: dict[int, torch.Tensor] = {}
-        output_grads: dict[int, torch.Tensor] = {}
-        num_segments = len(self._stage.segments)
-        self._channel.begin(program)
+        passes = _Passes()
         for instruction in program:
             started, waited = time.perf_counter(), self._waited_s()
-            self._begin(instruction)
+            self._await_input(instruction, passes)
+            if not isinstance(instruction, RecvAct | RecvGrad):
+                self._begin(instruction)
             match instruction:
-                case Forward(microbatch=v, part=part):
-                    first, stop = part or (0, num_segments)
+                case Forward():
+                    self._forward(instruction, feed, passes, losses)
+                case Backward() | InputGrad():
+                    self._backward(instruction, passes)
+                case WeightGrad(part=part):
+                    first = part[0] if part else 0
+                    passes.tapes[_place(instruction)].accumulate(first)
                     if first == 0:
-                        inputs[v] = feed.tokens[v] if self._stage.is_first else inputs[v]
-                        tapes[v] = Tape(self._stage, step=feed.step, samples=feed.samples[v], labels=feed.labels.get(v))
-                    tapes[v].forward(inputs.pop(v), first, stop)
-                    if stop < num_segments:
-                        inputs[v] = tapes[v].output
-                    elif self._stage.is_last:
-                        losses.sums[v], losses.counts[v] = tapes[v].loss, feed.counts[v]
-                        output_grads[v] = torch.tensor(feed.seed, device=feed.labels[v].device)
-                case Backward(microbatch=v, part=part):
-                    first, _ = part or (0, num_segments)
-                    tapes[v].backward(output_grads.pop(v), first)
-                    gradient = tapes[v].input_grad
-                    if first == 0:
-                        del tapes[v]
-                    if gradient is not None:
-                        output_grads[v] = gradient
-                case SendAct(microbatch=v):
-                    self._channel.send(instruction, tapes[v].output)
-                case RecvAct(microbatch=v):
-                    inputs[v] = self._channel.recv(instruction)
-                case SendGrad(microbatch=v):
-                    self._channel.send(instruction, output_grads.pop(v))
-                case RecvGrad(microbatch=v):
-                    output_grads[v] = self._channel.recv(instruction)
-                case FoldGrads(leaf=leaf):
-                    parallel.close_leaf(leaf)
+                        del passes.tapes[_place(instruction)]
+                case SendAct():
+                    self._channel.send(instruction, passes.outputs.pop(_place(instruction)))
+                case SendGrad():
+                    self._channel.send(instruction, passes.input_grads.pop(_place(instruction)))
+                case RecvAct() | RecvGrad():
+                    passes.arrivals[_place(instruction), isinstance(instruction, RecvAct)] = self._channel.recv(
+                        instruction
+                    )
+                case FoldGrads(leaf=leaf, chunk=chunk):
+                    parallel.close_leaf(leaf, chunk)
                 case ReduceGrads(bucket=bucket):
                     parallel.reduce(bucket)
                 case AwaitParams(bucket=bucket):
                     parallel.await_params(bucket)
                 case _:
                     raise AssertionError(f"no such instruction: {instruction!r}")
-            waited = self._waited_s() - waited
+            waited, took = self._waited_s() - waited, time.perf_counter() - started
             self.seconds["waited"] += waited
-            self.seconds[type(instruction).__name__] += time.perf_counter() - started - waited
+            self.seconds[type(instruction).__name__] += took - waited
+            if self.trace is not None:
+                end = time.time()
+                self.trace.append(Traced(instruction=instruction, start=end - took, end=end, waited=waited))
+
+    def _await_input(self, instruction: Instruction, passes: _Passes) -> None:
+        """Wait for the message that a computation needs, if it needs one that it has not got."""
+        if not isinstance(instruction, Forward | Backward | InputGrad):
+            return
+        place = _place(instruction)
+        goes_up = isinstance(instruction, Forward)
+        arrival = passes.arrivals.pop((place, goes_up), None)
+        if arrival is not None:
+            self._begin(arrival.message)
+            (passes.inputs if goes_up else passes.output_grads)[place] = arrival.wait()
+
+    def _forward(self, op: Forward, feed: Feed, passes: _Passes, losses: Losses) -> None:
+        place, v, stage = _place(op), op.microbatch, self._stages[op.chunk]
+        num_segments = len(stage.segments)
+        first, stop = op.part or (0, num_segments)
+        if first == 0:
+            labels = feed.labels[v] if stage.is_last else None
+            passes.tapes[place] = Tape(stage, step=feed.step, samples=feed.samples[v], labels=labels)
+        x = feed.tokens[v] if stage.is_first and first == 0 else passes.inputs.pop(place)
+        y = passes.tapes[place].forward(x, first, stop)
+        if stop < num_segments:
+            passes.inputs[place] = y
+        elif stage.is_last:
+            losses.sums[v], losses.counts[v] = passes.tapes[place].loss, feed.counts[v]
+            passes.output_grads[place] = torch.tensor(feed.seed, device=feed.labels[v].device)
+        elif op.chunk in self._next_here:
+            passes.inputs[v, self._next_here[op.chunk]] = y
+        else:
+            passes.outputs[place] = y
+
+    def _backward(self, op: Backward | InputGrad, passes: _Passes) -> None:
+        place, whole = _place(op), isinstance(op, Backward)
+        first = op.part[0] if op.part else 0
+        gradient = passes.tapes[place].backward(passes.output_grads.pop(place), first, weights=whole)
+        if first > 0:
+            passes.output_grads[place] = gradient
+            return
+        if whole:
+            del passes.tapes[place]
+        if op.chunk in self._previous_here:
+            passes.output_grads[op.microbatch, self._previous_here[op.chunk]] = gradient
+        elif gradient is not None:
+            passes.input_grads[place] = gradient
 
     def _begin(self, instruction: Instruction) -> None:
         self.counter = instruction
         if self.on_instruction is not None:
             self.on_instruction(instruction)
 
-    def _evaluate(self, program: Program, feed: Feed, parallel: DataParallel, losses: Losses) -> None:
-        passing: dict[int, torch.Tensor] = dict(feed.tokens)
+    @torch.no_grad()
+    def _outputs(
+        self, program: Program, tokens: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor, Stage]]:
+        """Execute ``program``, which has forwards only: each microbatch's logits, and the last stage."""
+        passing: dict[_Place, torch.Tensor] = {}
         self._channel.begin(program)
         for instruction in program:
             self._begin(instruction)
             match instruction:
-                case Forward(microbatch=v):
-                    passing[v] = self._stage(passing[v])
-                    if self._stage.is_last:
-                        losses.sums[v] = self._stage.token_losses(passing.pop(v), feed.labels[v]).sum()
-                        losses.counts[v] = feed.counts[v]
-                case SendAct(microbatch=v):
-                    self._channel.send(instruction, passing.pop(v))
-                case RecvAct(microbatch=v):
-                    passing[v] = self._channel.recv(instruction)
-                case AwaitParams(bucket=bucket):
-                    parallel.await_params(bucket)
+                case Forward(microbatch=v, chunk=chunk):
+                    stage = self._stages[chunk]
+                    y = stage(tokens[v] if stage.is_first else passing.pop((v, chunk)))
+                    if stage.is_last:
+                        yield v, y, stage
+                    else:
+                        passing[v, self._next_here.get(chunk, chunk)] = y
+                case SendAct():
+                    self._channel.send(instruction, passing.pop(_place(instruction)))
+                case RecvAct():
+                    passing[_place(instruction)] = self._channel.recv(instruction).wait()
                 case _:
                     raise AssertionError(f"no such instruction here: {instruction!r}")
+        self._channel.finish()
+
+
+_Place: TypeAlias = tuple[int, int]  # microbatch and chunk
+
+
+def _place(instruction: Compute | Send | Recv) -> _Place:
+    return instruction.microbatch, instruction.chunk
+
+
+@dataclass(kw_only=True)
+class _Passes:
+    """What is under way in a step, by microbatch and chunk; an arrival also by whether it is an activation."""
+
+    tapes: dict[_Place, Tape] = field(default_factory=dict)
+    inputs: dict[_Place, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[_Place, torch.Tensor] = field(default_factory=dict)
+    output_grads: dict[_Place, torch.Tensor] = field(default_factory=dict)
+    input_grads: dict[_Place, torch.Tensor] = field(default_factory=dict)
+    arrivals: dict[tuple[_Place, bool], Arrival] = field(default_factory=dict)

@@ -100,12 +100,13 @@ class RecvGrad(_Transfer):
 
 @dataclass(frozen=True, slots=True)
 class FoldGrads:
-    """Virtual rank `leaf`, not the last of this rank, has accumulated all its microbatches: fold what is complete."""
+    """Virtual rank `leaf`, not the last of this rank, has accumulated all its microbatches in a chunk: fold these."""
 
     leaf: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"Fold{self.leaf}"
+        return f"Fold{self.leaf}c{self.chunk}" if self.chunk else f"Fold{self.leaf}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,15 @@ class StageMap:
 
     def chunk(self, stage: int) -> int:
         return stage // self.pp
+
+    def next_chunk(self, rank: int, chunk: int) -> int | None:
+        """The rank's chunk that follows its ``chunk`` in the model; None if the next stage is another rank's, or none.
+
+        >>> StageMap(pp=4, chunks=2, vee=True).next_chunk(3, 0)
+        1
+        """
+        stage = self.stage(rank, chunk)
+        return self.chunk(stage + 1) if stage < self.last and self.rank(stage + 1) == rank else None
 
     def _turned(self, place: int, chunk: int) -> int:
         return self.pp - 1 - place if self.vee and chunk % 2 else place

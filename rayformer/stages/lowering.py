@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 from rayformer.stages.check import ScheduleError
 from rayformer.stages.instructions import (
@@ -81,72 +82,98 @@ def lower(compute: Sequence[Sequence[Compute]], *, vee: bool = False) -> tuple[P
     return tuple(map(tuple, programs))
 
 
+@dataclass(frozen=True, slots=True)
+class BucketPlace:
+    """Where a bucket's parameters are used: in which chunk, and there in which segment first on the way forward."""
+
+    chunk: int = 0
+    segment: int = 0
+
+
 def with_reductions(
     program: Program,
     *,
     leaf_of_microbatch: Sequence[int],
-    lowest_segment: Sequence[int],
-    num_segments: int,
+    buckets: Sequence[BucketPlace],
+    num_segments: Sequence[int],
     overlap: bool,
 ) -> Program:
-    """Fold each virtual rank but the last after its last Backward; of the last, reduce each bucket once it is complete.
+    """Fold each virtual rank but the last once a chunk has it all; of the last, reduce each bucket that is complete.
 
-    ``lowest_segment`` says for every bucket which of the stage's segments is the last that backward runs of those with
-    a parameter in it. With ``overlap`` the last Backward is cut there, and so is its Forward, so that a bucket travels
-    while the rest of backward runs; without it all reductions follow the last Backward.
+    A bucket is complete when the last Backward or WeightGrad of its chunk has gone through its first segment;
+    ``num_segments`` are those of every chunk. With ``overlap`` that computation is cut there, and so is its Forward, so
+    that a bucket travels while the rest of backward runs; without it the chunk's reductions follow it. Buckets go in
+    one order, the last chunk's first, since all replicas must exchange them in the same.
 
     >>> program = with_reductions(
-    ...     (Forward(0), Backward(0)), leaf_of_microbatch=[0], lowest_segment=[2, 0], num_segments=3, overlap=True
+    ...     (Forward(0), Backward(0)),
+    ...     leaf_of_microbatch=[0],
+    ...     buckets=[BucketPlace(segment=2), BucketPlace(segment=0)],
+    ...     num_segments=[3],
+    ...     overlap=True,
     ... )
     >>> " ".join(map(str, program))
     'F0[0:2] F0[2:3] B0[2:3] Reduce0 B0[0:2] Reduce1'
     """
-    last = next(op for op in reversed(program) if isinstance(op, Backward))
-    buckets = sorted(range(len(lowest_segment)), key=lambda bucket: -lowest_segment[bucket])
-    parts = list(pairwise([*sorted({0, *lowest_segment} if overlap else {0}), num_segments]))
-    remaining = Counter(leaf_of_microbatch[op.microbatch] for op in program if isinstance(op, Backward))
+    accumulating = [op for op in program if isinstance(op, Backward | WeightGrad)]
+    last = {op.chunk: op for op in accumulating}
+    parts = {
+        chunk: _parts({0, *(b.segment for b in buckets if overlap and b.chunk == chunk)}, num_segments[chunk])
+        for chunk in last
+    }
+    todo = deque(sorted(range(len(buckets)), key=lambda i: (-buckets[i].chunk, -buckets[i].segment)))
+    passed: dict[int, int] = {}  # by chunk, the lowest segment that the last computation has gone through
+    remaining = Counter((op.chunk, leaf_of_microbatch[op.microbatch]) for op in accumulating)
     complete: list[Instruction] = []
     for op in program:
         match op:
-            case Forward() if (op.microbatch, op.chunk) == (last.microbatch, last.chunk):
-                complete += [Forward(op.microbatch, op.chunk, part) for part in parts]
-            case Backward():
+            case Forward() if op.microbatch == last[op.chunk].microbatch:
+                complete += [Forward(op.microbatch, op.chunk, part) for part in parts[op.chunk]]
+            case Backward() | WeightGrad() if op == last[op.chunk]:
+                for part in reversed(parts[op.chunk]):
+                    complete.append(type(op)(op.microbatch, op.chunk, part))
+                    passed[op.chunk] = part[0]
+                    while todo and buckets[todo[0]].segment >= passed.get(buckets[todo[0]].chunk, inf):
+                        complete.append(ReduceGrads(todo.popleft()))
+            case Backward() | WeightGrad():
+                complete.append(op)
                 leaf = leaf_of_microbatch[op.microbatch]
-                remaining[leaf] -= 1
-                if op is last:
-                    for part in reversed(parts):
-                        complete.append(Backward(op.microbatch, op.chunk, part))
-                        complete += [ReduceGrads(b) for b in buckets if part[0] <= lowest_segment[b] < part[1]]
-                else:
-                    complete.append(op)
-                    if not remaining[leaf] and leaf != leaf_of_microbatch[last.microbatch]:
-                        complete.append(FoldGrads(leaf))
+                remaining[op.chunk, leaf] -= 1
+                if not remaining[op.chunk, leaf] and leaf != leaf_of_microbatch[last[op.chunk].microbatch]:
+                    complete.append(FoldGrads(leaf, op.chunk))
             case _:
                 complete.append(op)
     return tuple(complete)
 
 
-def with_awaited_params(program: Program, *, first_segment: Sequence[int], num_segments: int) -> Program:
-    """Cut the first microbatch's Forward so that each part waits only for the buckets whose parameters it needs.
+def with_awaited_params(program: Program, *, buckets: Sequence[BucketPlace], num_segments: Sequence[int]) -> Program:
+    """Cut each chunk's first Forward so that each part waits only for the buckets whose parameters it needs.
 
-    ``first_segment`` says for every bucket which of the stage's segments is the first with a parameter in it.
-
-    >>> program = with_awaited_params((Forward(0), Forward(1)), first_segment=[1, 0], num_segments=3)
+    >>> program = with_awaited_params(
+    ...     (Forward(0), Forward(1)), buckets=[BucketPlace(segment=1), BucketPlace(segment=0)], num_segments=[3]
+    ... )
     >>> " ".join(map(str, program))
     'Await1 F0[0:1] Await0 F0[1:3] F1'
     """
-    first = next(op for op in program if isinstance(op, Forward))
+    first: dict[int, Forward] = {}
+    for op in program:
+        if isinstance(op, Forward):
+            first.setdefault(op.chunk, op)
     complete: list[Instruction] = []
     for op in program:
-        if not (isinstance(op, Forward) and (op.microbatch, op.chunk) == (first.microbatch, first.chunk)):
+        if not (isinstance(op, Forward) and op.microbatch == first[op.chunk].microbatch):
             complete.append(op)
             continue
-        start, stop = op.part or (0, num_segments)
-        edges = sorted({start, stop, *(segment for segment in first_segment if start < segment < stop)})
-        for part in pairwise(edges):
-            complete += [AwaitParams(bucket) for bucket, segment in enumerate(first_segment) if segment == part[0]]
+        start, stop = op.part or (0, num_segments[op.chunk])
+        own = {i: bucket.segment for i, bucket in enumerate(buckets) if bucket.chunk == op.chunk}
+        for part in _parts({start, *(segment for segment in own.values() if start < segment < stop)}, stop):
+            complete += [AwaitParams(i) for i, segment in own.items() if segment == part[0]]
             complete.append(Forward(op.microbatch, op.chunk, part))
     return tuple(complete)
+
+
+def _parts(starts: set[int], stop: int) -> list[tuple[int, int]]:
+    return list(pairwise([*sorted(starts), stop]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

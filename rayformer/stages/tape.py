@@ -1,18 +1,21 @@
 """One microbatch's way through a stage: forward keeps what its backward will need.
 
 Each run of segments that forward makes at a time has a graph of its own, cut from its neighbours', so that backward can
-stop between two of them. A recomputed segment keeps only its input, and is simply run again.
+stop between two of them. A recomputed segment keeps only its input, and is simply run again. What a run gives is not
+kept: a graph hangs on an empty scalar.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rayformer.ops.dropout import Moment
+from rayformer.stages.halves import WeightHalf, input_half
 from rayformer.stages.stage import Stage
 
 
@@ -27,35 +30,48 @@ class Tape:
     ) -> None:
         self._stage, self._step, self._samples, self._labels = stage, step, samples, labels
         self._graphs: list[_Graph] = []
-        self.output: torch.Tensor | None = None
+        self._halves: deque[tuple[int, WeightHalf]] = deque()  # by the first segment, from the end of the stage
         self.loss: torch.Tensor | None = None
-        self.input_grad: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor, first: int, stop: int) -> None:
-        """Run the segments [first, stop) on ``x``; ``output`` is what goes on."""
+    def forward(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Run the segments [first, stop) on ``x``; what goes on."""
         self._enter()
         for start, end in self._runs(first, stop):
             x = x.detach().requires_grad_(x.is_floating_point())
             recomputed = self._stage.segments[start].recomputed
             with torch.set_grad_enabled(not recomputed):
                 y = self._run(x, start, end)
-            self._graphs.append(_Graph(start, end, x, None if recomputed else y))
+            self._graphs.append(_Graph(start, end, x, None if recomputed else _Root(y)))
             x = y.detach()
-        self.output = x
+        return x
 
-    def backward(self, grad: torch.Tensor | None, first: int) -> None:
-        """Go back from where it stands through segment ``first``; ``input_grad`` is what goes on."""
+    def backward(self, grad: torch.Tensor, first: int, *, weights: bool = True) -> torch.Tensor | None:
+        """Go back from where it stands through segment ``first``; the gradient that goes on, None for token ids.
+
+        Without ``weights`` their gradients are left for ``accumulate``.
+        """
         self._enter()
-        self.output = None
+        going: torch.Tensor | None = grad
         while self._graphs and self._graphs[-1].start >= first:
+            assert going is not None, "a gradient goes on between segments"
             graph = self._graphs.pop()
-            y = graph.output
-            if y is None:
+            root = graph.root
+            if root is None:
                 with torch.enable_grad():
-                    y = self._run(graph.input, graph.start, graph.stop)
-            torch.autograd.backward(y if grad is None else _Seeded.apply(y, grad))
-            grad, graph.input.grad = graph.input.grad, None
-        self.input_grad = grad
+                    root = _Root(self._run(graph.input, graph.start, graph.stop))
+            if weights:
+                torch.autograd.backward(root.seeded(going))
+                going, graph.input.grad = graph.input.grad, None
+            else:
+                going, half = input_half(root.seeded(going), graph.input)
+                self._halves.append((graph.start, half))
+        return going
+
+    def accumulate(self, first: int) -> None:
+        """Add what ``backward`` has left of the gradients of weights, down to segment ``first``."""
+        self._enter()
+        while self._halves and self._halves[0][0] >= first:
+            self._halves.popleft()[1].run()
 
     def _runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """The segments [first, stop) in as few runs as there can be when recomputed ones are by themselves."""
@@ -83,29 +99,41 @@ class Tape:
         moment.step, moment.samples = self._step, self._samples
 
 
-class _Seeded(torch.autograd.Function):
-    """A scalar whose backward begins with ``grad`` as the gradient of ``y``.
+class _Root:
+    """Where a graph hangs, without the memory of the ``y`` that it gave: a scalar whose backward begins as told.
 
-    ``torch.autograd.backward(y, grad)`` does the same, but loads torch's symbolic shapes and sympy to compare two
+    ``torch.autograd.backward(y, grad)`` would keep ``y``, and loads torch's symbolic shapes and sympy to compare two
     shapes: 0.3 s in the first step of a process, for which all other cells wait after a repair.
     """
 
+    def __init__(self, y: torch.Tensor) -> None:
+        self._shape = y.shape
+        self._seed: list[torch.Tensor] = []
+        self._scalar: torch.Tensor = _Seeded.apply(y, self._seed)
+
+    def seeded(self, grad: torch.Tensor) -> torch.Tensor:
+        """A scalar whose backward begins with ``grad`` as the gradient of ``y``."""
+        assert self._shape == grad.shape, f"a gradient of shape {grad.shape} for {self._shape}"
+        self._seed.append(grad)
+        return self._scalar
+
+
+class _Seeded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        assert y.shape == grad.shape, f"a gradient of shape {grad.shape} for {y.shape}"
-        ctx.grad = grad
+    def forward(ctx: Any, y: torch.Tensor, seed: list[torch.Tensor]) -> torch.Tensor:
+        ctx.seed = seed
         return y.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.grad, None
+        return ctx.seed.pop(), None
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The segments [start, stop), what went in, and what came out, or None if it is to be computed again."""
+    """The segments [start, stop), what went in, and where backward begins, or None if it is to be computed again."""
 
     start: int
     stop: int
-    input: torch.Tensor
-    output: torch.Tensor | None
+    input: torch.Tensor = field(repr=False)
+    root: _Root | None

@@ -73,5 +73,5 @@ def run_given(member, tree, weights, tokens, labels):
     """A task of one stage: the own part of the logits [B, S, V/t] and the loss of every token [B, S]."""
     with open_cell(member, tree) as cell, torch.no_grad():
         set_weights(cell, weights)
-        logits = cell.stage(torch.from_numpy(tokens))
-        return logits.float().numpy(), cell.stage.token_losses(logits, torch.from_numpy(labels)).numpy()
+        logits = cell.stages[0](torch.from_numpy(tokens))
+        return logits.float().numpy(), cell.stages[0].token_losses(logits, torch.from_numpy(labels)).numpy()

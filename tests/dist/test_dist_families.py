@@ -145,7 +145,7 @@ def test_tensor_parallel_curve_in_bf16_is_that_of_one_process_to_rounding(run_ce
 def train_tables(member, tree, steps):
     """A task: the token tables that this cell computes with, own and borrowed, before and after training."""
     with open_cell(member, tree) as cell:
-        tables = [parameter for parameter in cell.stage.parameters() if parameter.spec.tied]
+        tables = [parameter for parameter in cell.stages[0].parameters() if parameter.spec.tied]
         before = [table.detach().float().numpy().copy() for table in tables]
         advance(cell, steps)
         return before, [table.detach().float().numpy().copy() for table in tables]
@@ -178,7 +178,7 @@ def masters_and_parameters(member, tree, steps):
     with open_cell(member, tree) as cell:
         advance(cell, steps)
         tp, parts = cell.groups.tp, []
-        for parameter in cell.stage.parameters():
+        for parameter in cell.stages[0].parameters():
             flat, boxes = parameter.detach().view(-1), parameter.spec.boxes(tp.size, tp.rank)
             for piece in flat_pieces(boxes, 0, flat.numel()):
                 value = flat[piece.start : piece.stop].view(piece.box.shape)
@@ -270,9 +270,9 @@ def kept_bytes(member, trees):
                 return tensor
 
             tokens, labels = map(torch.from_numpy, cell.training.batch(0, 1))
-            tape = Tape(cell.stage, step=1, samples=(0,), labels=labels)
+            tape = Tape(cell.stages[0], step=1, samples=(0,), labels=labels)
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                tape.forward(tokens, 0, len(cell.stage.segments))
+                tape.forward(tokens, 0, len(cell.stages[0].segments))
             kept.pop(cell.parameters.buffer.untyped_storage().data_ptr(), None)
             found.append(sum(kept.values()))
     return found

@@ -82,7 +82,7 @@ def start_from(member, tree, where, tokens, labels):
 def own_logits(cell):
     """The own part of the logits of each of `rows`."""
     with torch.no_grad():
-        return [cell.stage(torch.from_numpy(ids)).float().numpy() for ids in rows()]
+        return [cell.stages[0](torch.from_numpy(ids)).float().numpy() for ids in rows()]
 
 
 def logits_of(member, tree, folder):

@@ -85,7 +85,7 @@ def run_script(member, tree, name, heals, steps):
                     "scale": cell.optimizer.loss_scale.scale,
                 }
             )
-        names = [f"{cell.groups.cell} {p.spec.name}" for p in cell.stage.parameters()]
+        names = [f"{cell.groups.cell} {p.spec.name}" for p in cell.stages[0].parameters()]
         return found, now, names, cell.parameters.buffer.float().numpy().copy()
 
 

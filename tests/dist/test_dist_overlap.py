@@ -42,7 +42,7 @@ STARTS = {"exchange": "exchanged", "gather": "gathered", "recv": "received", "se
 @contextmanager
 def written_down(cell, events):
     """Let everything that happens on ``cell`` be added to ``events``."""
-    plan, dp, pp, stage = cell.parameters.plan, cell.groups.dp, cell.groups.pp, cell.stage
+    plan, dp, pp, stage = cell.parameters.plan, cell.groups.dp, cell.groups.pp, cell.stages[0]
     first_sample = cell.samples(cell.job.batch.global_).start
     micro = cell.job.batch.micro
     starts = {bucket.start: i for i, bucket in enumerate(plan.buckets)}
@@ -90,11 +90,12 @@ def written_down(cell, events):
         events.append(Event("forward", number, microbatch(stage.moment.samples)))
         return run(number, x)
 
-    def backward_and_note(tape, grad, first):
+    def backward_and_note(tape, grad, first, **options):
         v = microbatch(tape._samples)
         events.append(Event("backward", tape._graphs[-1].stop - 1, v))
-        backward(tape, grad, first)
+        gradient = backward(tape, grad, first, **options)
         events.append(Event("passed", first, v))
+        return gradient
 
     dp.all_to_all, dp.all_gather, stage.run = all_to_all, all_gather, run_and_note
     pp.recv, pp.send = counted(pp.recv, "recv"), counted(pp.send, "send")
@@ -109,7 +110,7 @@ def since_begin(events):
 
 def segments_of_buckets(cell):
     """For every bucket the segments of this stage that hold parameters in it."""
-    held = [{p.spec.name for p in block.parameters()} for block in cell.stage.blocks]
+    held = [{p.spec.name for p in block.parameters()} for block in cell.stages[0].blocks]
     return [
         sorted({i for i, names in enumerate(held) for slot in bucket.slots if slot.name in names})
         for bucket in cell.parameters.plan.buckets
@@ -261,7 +262,7 @@ def gradient_memory(member, tree):
     with ExitStack() as at_end, open_cell(member, tree, bucket_elements=SMALL_BUCKETS) as cell:
         at_end.callback(gc.unfreeze)
         runner, plan = StepRunner(cell), cell.parameters.plan
-        parameters = {p.spec.name: p for p in cell.stage.parameters()}
+        parameters = {p.spec.name: p for p in cell.stages[0].parameters()}
         weights = {tuple(parameter.shape) for parameter in parameters.values()}
 
         def storage(tensor):
@@ -278,7 +279,7 @@ def gradient_memory(member, tree):
 
         backward = Tape.backward
 
-        def checked(tape, grad, first):
+        def checked(tape, grad, first, **options):
             nonlocal checks
             checks += 1
             before = the_open_buffer()
@@ -287,7 +288,7 @@ def gradient_memory(member, tree):
                 p.register_post_accumulate_grad_hook(lambda p: during.append(storage(p.grad)))
                 for p in parameters.values()
             ]
-            backward(tape, grad, first)
+            gradient = backward(tape, grad, first, **options)
             for hook in hooks:
                 hook.remove()
             assert {before, *during, the_open_buffer()} == {before}
@@ -301,6 +302,7 @@ def gradient_memory(member, tree):
                 and storage(tensor) not in known
             ]
             assert not stray, stray
+            return gradient
 
         with patch.object(Tape, "backward", checked):
             for step in (1, 2):

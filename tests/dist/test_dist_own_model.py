@@ -267,7 +267,7 @@ def plain_parameters(member, tree, folder):
     if folder not in sys.path:
         sys.path.insert(0, folder)
     with open_cell(member, tree) as cell:
-        return {name: p.detach().numpy().copy() for name, p in cell.stage.named_parameters() if ".more." in name}
+        return {name: p.detach().numpy().copy() for name, p in cell.stages[0].named_parameters() if ".more." in name}
 
 
 def test_what_plain_modules_draw_is_keyed_by_seed_and_block(run_cells, corpus, folder):

@@ -160,7 +160,8 @@ def test_layers_and_matrices_start_different(run_cells, corpus):
 )
 def test_norm_and_clip_count_every_parameter_once(run_cells, corpus, layout, zero):  # B32
     options = {"batch": {"micro": 2, "virtual_ranks": 2}, "optim": {"clip": 0.01, "zero": zero, "decay": "constant"}}
-    results = state_of(run_cells, job_tree(corpus, layout=layout, **options), 1)
+    tree = job_tree(corpus, layout=layout, **options)
+    results = state_of(run_cells, tree, 1)
     ((expected_curve, expected_state),) = state_of(run_cells, job_tree(corpus, **options), 1)
     curve = the_same_on_all([curve for curve, _ in results])
     state, expected = assembled([state for _, state in results]), assembled([expected_state])
@@ -173,4 +174,6 @@ def test_norm_and_clip_count_every_parameter_once(run_cells, corpus, layout, zer
             np.testing.assert_array_equal(state[tensor], value, err_msg=tensor)
     assert deviation(curve, expected_curve) < TOLERANCE
     for tensor, value in expected.items():
-        assert np.abs(state[tensor] - value).max() <= TOLERANCE * np.abs(value).max(), tensor
+        # The first update divides a gradient by itself plus epsilon: rounding of one about as small moves a weight.
+        room = 1e-3 * tree["optim"]["lr"] if tensor.endswith("@master") else 0.0
+        assert np.abs(state[tensor] - value).max() <= TOLERANCE * np.abs(value).max() + room, tensor

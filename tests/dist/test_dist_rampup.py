@@ -65,7 +65,7 @@ def ramp_up(member, tree, folder, done, until):
             should_stop=lambda: False,
         )
         reports = [{**plain(e), "step_s": 0, "phase_s": None} for e in events if hasattr(e, "loss")]
-        return reports, training.numbers, training.num_samples, cell.stage.is_first
+        return reports, training.numbers, training.num_samples, cell.stages[0].is_first
 
 
 def ramped(run_cells, corpus, layout, folder, *, done=0, until=12):

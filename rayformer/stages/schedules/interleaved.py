@@ -12,17 +12,17 @@ def interleaved(pp: int, chunks: int, microbatches: int, group: int | None = Non
     """The order of forwards and backwards on each rank, which passes microbatches through its chunks in groups.
 
     A group of microbatches goes through one chunk after the other, forwards in ascending and backwards in descending
-    order of the chunks. Groups have ``group`` microbatches, by default as few as fit, see ``group_size``. Where the
-    microbatches divide by pp, the bubble is (pp - 1) / (microbatches * chunks) of the ideal time, and the first rank
-    holds as much as pp + (pp - 1) / chunks whole ranks do of a microbatch. With 4 ranks of 2 chunks, 4 microbatches,
-    and a backward as long as a forward:
+    order of the chunks. Groups have ``group`` microbatches where that fits, else as few as do, see ``group_size``.
+    Where the microbatches divide by pp, the bubble is (pp - 1) / (microbatches * chunks) of the ideal time, and the
+    first rank holds as much as pp + (pp - 1) / chunks whole ranks do of a microbatch. With 4 ranks of 2 chunks, 4
+    microbatches, and a backward as long as a forward:
 
     pp0 F0   F1   F2   F3   F0c1 F1c1 F2c1 F3c1 .    .    .    B0c1 .    B1c1 .    B2c1 .    B3c1 B0   B1   B2   B3
     pp1 .    F0   F1   F2   F3   F0c1 F1c1 F2c1 F3c1 .    B0c1 .    B1c1 .    B2c1 .    B3c1 B0   B1   B2   B3   .
     pp2 .    .    F0   F1   F2   F3   F0c1 F1c1 F2c1 B0c1 F3c1 B1c1 .    B2c1 .    B3c1 B0   B1   B2   B3   .    .
     pp3 .    .    .    F0   F1   F2   F3   F0c1 B0c1 F1c1 B1c1 F2c1 B2c1 F3c1 B3c1 B0   B1   B2   B3   .    .    .
     """
-    size = group or group_size(pp, microbatches)
+    size = group if group and fits(group, pp, microbatches) else group_size(pp, microbatches)
     forwards = _table(chunks, microbatches, size)
     backwards = [(v, chunks - 1 - chunk) for v, chunk in forwards]
     return tuple(

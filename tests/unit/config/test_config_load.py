@@ -224,6 +224,7 @@ TIGHT = {
 FREE_TEXT = {
     "run.dir",
     "schedule.name",
+    "schedule.table",
     "data.tokenizer",
     "checkpoint.dir",
     "checkpoint.resume",

@@ -118,7 +118,7 @@ def optimizer(memory, parameters, *, dp=None, zero=1, params="bf16", **options):
         precision=PrecisionConfig(params=params),
         tp=single(),
         dp=dp or single(("dp",)),
-        pp=single(("pp",)),
+        tied=TiedParameters(memory.plan, tied=[], pp=single(("pp",)), borrower=0),
     )
 
 
@@ -212,7 +212,7 @@ def test_both_uses_of_a_tied_parameter_are_summed_apart_and_then_added():
         if leaf == 0:
             grads.close_leaf(leaf)
     shards = reduced(memory, grads, leaves=2)
-    tied = TiedParameters(memory.plan, tied=["weight"], pp=single(("pp",)))
+    tied = TiedParameters(memory.plan, tied=["weight"], pp=single(("pp",)), borrower=0)
     tied.add_gradients(shards)
     assert shards[0][0] == 1 + 2 * tiny and (torch.tensor(1.0) + tiny) + tiny == 1
     assert shards[1][0] == 2 * tiny, "the borrowed sum is left as it is"
@@ -222,7 +222,7 @@ def test_each_tied_parameter_gets_its_own_borrowed_sum():
     plan = plan_buckets([("a", 5), ("b", 5), ("c", 5)], dp=1, alone=["a", "c"], borrowed=[("a", 5), ("c", 5)])
     assert [[slot.name for slot in bucket.slots] for bucket in plan.buckets] == [["c"], ["b"], ["a"], ["a"], ["c"]]
     shards = [torch.full((4,), value) for value in (1.0, 2.0, 4.0, 8.0, 16.0)]
-    TiedParameters(plan, tied=["a", "c"], pp=single(("pp",))).add_gradients(shards)
+    TiedParameters(plan, tied=["a", "c"], pp=single(("pp",)), borrower=0).add_gradients(shards)
     assert [shard[0].item() for shard in shards] == [17, 2, 12, 8, 16]
 
 
@@ -277,6 +277,8 @@ def drawn(plan):
         (3, {"alone": ["a"], "borrowed": ["a"]}, "c|b|b a|a|a A|A|A"),
         (2, {"alone": ["a", "c"], "borrowed": ["a", "c"]}, "c|- b|b aa|a- AA|A- C|-"),
         (1, {"alone": ["c"], "borrowed": ["c"], "rooms": {"c": 2048}}, "c- bbaaa C-"),
+        (1, {"chunks": {"b": 1, "c": 1}, "borrowed": ["a"], "borrowing_chunk": 1}, "cbb aaa AAA"),
+        (1, {"chunks": {"c": 1}}, "c bbaaa"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from rayformer.stages.instructions import (
     StageMap,
     WeightGrad,
 )
-from rayformer.stages.lowering import lower, with_awaited_params, with_reductions
+from rayformer.stages.lowering import BucketPlace, lower, with_awaited_params, with_reductions
 from rayformer.stages.schedules import SCHEDULES, get_schedule
 
 COMPUTE = Forward | Backward | InputGrad | WeightGrad
@@ -144,13 +144,14 @@ def test_orders_that_wait_for_each_other_are_refused():
         lower([ahead, behind])
 
 
-def reduced(program, leaf_of, lowest_segment, *, num_segments=3, overlap=True):
+def places(*where):
+    """Buckets in these segments, or (chunk, segment)s."""
+    return [BucketPlace(*place) if isinstance(place, tuple) else BucketPlace(segment=place) for place in where]
+
+
+def reduced(program, leaf_of, where, *, num_segments=(3,), overlap=True):
     return with_reductions(
-        program,
-        leaf_of_microbatch=leaf_of,
-        lowest_segment=lowest_segment,
-        num_segments=num_segments,
-        overlap=overlap,
+        program, leaf_of_microbatch=leaf_of, buckets=places(*where), num_segments=num_segments, overlap=overlap
     )
 
 
@@ -172,15 +173,28 @@ def test_without_overlap_all_buckets_are_reduced_after_the_last_backward():
     assert text(reduced(first, [0, 1], [0, 2], overlap=False)).endswith("B0 Fold0 RecvGrad1<1 B1[0:3] Reduce1 Reduce0")
 
 
-def test_a_virtual_rank_is_folded_only_when_all_chunks_are_done():
+def test_chunks_fold_and_reduce_each_for_itself_and_the_last_one_first():
     program = (Forward(0), Forward(0, 1), Forward(1), Forward(1, 1), *(Backward(v, c) for v in (0, 1) for c in (1, 0)))
-    assert text(reduced(program, [3, 4], [], num_segments=1)).endswith("B0c1 B0 Fold3 B1c1 B1[0:1]")
+    assert text(reduced(program, [3, 4], [(0, 0), (1, 1)], num_segments=(1, 2))) == (
+        "F0 F0c1 F1[0:1] F1c1[0:1] F1c1[1:2] B0c1 Fold3c1 B0 Fold3 B1c1[1:2] Reduce1 B1c1[0:1] B1[0:1] Reduce0"
+    )
+    early = (*program[:4], *(Backward(v, c) for c in (0, 1) for v in (0, 1)))
+    assert text(reduced(early, [3, 3], [(0, 0), (1, 1)], num_segments=(1, 2), overlap=False)).endswith(
+        "B0 B1[0:1] B0c1 B1c1[0:2] Reduce1 Reduce0"
+    )
+
+
+def test_gradients_that_are_put_off_are_folded_and_reduced_after_their_weight_part():
+    orders = get_schedule("zb_h1")(2, 1, 3)
+    assert text(reduced(orders[1], [0, 1, 1], [2, 0])) == (
+        "F0 B0 F1 B1 W0 Fold0 F2[0:2] F2[2:3] B2 W1 W2[2:3] Reduce0 W2[0:2] Reduce1"
+    )
 
 
 def test_folds_reductions_and_waits_take_no_part_in_the_pipeline():
     programs = lower(get_schedule("1f1b")(4, 1, 8))
     complete = [
-        with_awaited_params(reduced(p, [v // 2 for v in range(8)], [1, 0]), first_segment=[1, 0], num_segments=3)
+        with_awaited_params(reduced(p, [v // 2 for v in range(8)], [1, 0]), buckets=places(1, 0), num_segments=[3])
         for p in programs
     ]
     whole = [tuple(op for op in program if getattr(op, "part", None) is None) for program in complete]
@@ -192,11 +206,19 @@ def test_folds_reductions_and_waits_take_no_part_in_the_pipeline():
 
 
 def test_the_first_forward_waits_for_each_bucket_where_it_is_needed():
-    program = with_awaited_params((RecvAct(0, peer=0), Forward(0), Forward(1)), first_segment=[2, 0, 0], num_segments=3)
+    program = with_awaited_params(
+        (RecvAct(0, peer=0), Forward(0), Forward(1)), buckets=places(2, 0, 0), num_segments=[3]
+    )
     assert text(program) == "RecvAct0<0 Await1 Await2 F0[0:2] Await0 F0[2:3] F1"
+
+
+def test_each_chunk_waits_for_its_own_buckets():
+    program = (Forward(0), Forward(0, 1), Forward(1, 1))
+    program = with_awaited_params(program, buckets=places((1, 0), (0, 1), (0, 0)), num_segments=[2, 3])
+    assert text(program) == "Await2 F0[0:1] Await1 F0[1:2] Await0 F0c1[0:3] F1c1"
 
 
 def test_a_single_microbatch_is_cut_for_both():
     program = reduced((Forward(0), Backward(0)), [0], [2, 0])
-    program = with_awaited_params(program, first_segment=[2, 1], num_segments=3)
+    program = with_awaited_params(program, buckets=places(2, 1), num_segments=[3])
     assert text(program) == "F0[0:1] Await1 F0[1:2] Await0 F0[2:3] B0[2:3] Reduce0 B0[0:2] Reduce1"

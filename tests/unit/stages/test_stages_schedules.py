@@ -168,7 +168,7 @@ def test_every_rank_does_every_microbatch_once_and_backwards_ascend(name, pp):
 @BOTH
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])
 def test_fewer_microbatches_than_stages_is_an_ordinary_job(name, microbatches):
-    assert problems(name, pp=4, chunks=1, microbatches=microbatches) == []
+    assert list(problems(name, pp=4, chunks=1, microbatches={microbatches})) == []
     report = check(lower(get_schedule(name)(4, 1, microbatches)), rendezvous=True)
     assert all(len(slots) == 2 * microbatches for slots in report.timeline)
 
@@ -190,23 +190,59 @@ def test_evaluation_only_goes_forward_and_keeps_nothing():
 
 
 def test_an_unknown_schedule_is_told_the_nearest():
-    [problem] = problems("1f1", pp=2, chunks=1, microbatches=4)
-    assert str(problem) == ("schedule.name=1f1: the schedules are gpipe, 1f1b; did you mean 1f1b?")
+    [problem] = problems("1f1", pp=2, chunks=1, microbatches={4})
+    known = "gpipe, 1f1b, interleaved, zb_h1, zbv, table"
+    assert str(problem) == f"schedule.name=1f1: the schedules are {known}; did you mean 1f1b?"
     with pytest.raises(ConfigError, match=r"schedule\.name=dapple: .*; use one of these"):
         get_schedule("dapple")
 
 
 @BOTH
 def test_virtual_stages_are_refused(name):
-    [problem] = problems(name, pp=2, chunks=2, microbatches=4)
+    [problem] = problems(name, pp=2, chunks=2, microbatches={4})
     assert problem.keys == {"layout.virtual_stages": 2, "schedule.name": name}
     assert "use layout.virtual_stages=1" in str(problem)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb_h1", "zbv"])
-def test_what_cells_can_not_run_yet_is_refused(name):
-    [problem] = problems(name, pp=2, chunks=1, microbatches=4)
-    assert f"so far {name} is only drawn" in str(problem)
+TABLE = """F0 F1 B0 B1
+           F0 B0 F1 B1"""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("1f1b", {"group": 4}, ["schedule.group=4, schedule.name=1f1b: group has a meaning for interleaved only"]),
+        ("zbv", {"vee": True}, ["use layout.virtual_stages=2", "vee has a meaning for table only"]),
+        (
+            "interleaved",
+            {"group": 3},
+            ["no group may be smaller than pp, and none larger than all; use one of 2, 4, or leave"],
+        ),
+        ("interleaved", {"group": 2}, []),
+        ("table", {}, ["schedule.table='': it has a line for no rank"]),
+        ("table", {"table": "F0 X0"}, ["the line of pp0 has a word that is none"]),
+        (
+            "table",
+            {"table": "F0 B0"},
+            ["it has 1 lines, and there are 2", "it has 1 microbatches, and there are 4 or 6"],
+        ),
+        ("table", {"table": TABLE.replace("F1 B1", "F1 B2")}, ["3 microbatches"]),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused(name, options, told):
+    found = [str(problem) for problem in problems(name, pp=2, chunks=1, microbatches={4, 6}, **options)]
+    assert len(found) == len(told) and all(any(text in one for one in found) for text in told), found
+
+
+def test_a_table_that_can_not_be_executed_is_refused_and_a_good_one_is_a_schedule():
+    options = {"pp": 2, "chunks": 1, "microbatches": {2}}
+    assert not list(problems("table", table=TABLE, **options))
+    assert get_schedule("table", table=TABLE)(2, 1, 2) == get_schedule("1f1b")(2, 1, 2)
+    [problem] = problems("table", table=TABLE.replace("F0 B0 F1 B1", "B0 F0 F1 B1"), **options)
+    assert "pp1 has B0 without F0" in str(problem) and "mend the table" in str(problem)
+    with pytest.raises(ConfigError, match=r"2 microbatches, and there are 3 of a replica"):
+        get_schedule("table", table=TABLE).programs(2, 1, 3)
 
 
 def test_a_table_is_read_as_it_is_written():
