@@ -147,7 +147,7 @@ def held(live, peak):
 
         class Kept:
             def __init__(self, tensor):
-                self.tensor = tensor
+                self.tensor = tensor.detach()  # an output would hold the graph that holds it
                 live[place] += 1
                 peak[0] = max(peak[0], len(live))
                 finalize(self, dropped, 1)
