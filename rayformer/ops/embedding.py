@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rayformer.ops.compiler import not_compiled
+from rayformer.ops.later import Grads, now_or_later
 
 
 def table_rows(ids: torch.Tensor, table: torch.Tensor, *, complete: bool) -> torch.Tensor:
@@ -34,7 +35,12 @@ class _TableRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         index, owned, table = ctx.saved_tensors
-        rows = (grad if owned is None else grad * owned.unsqueeze(-1)).flatten(0, -2)
-        target = torch.zeros_like(table) if table.grad is None else table.grad
-        target.index_add_(0, index.flatten(), rows.to(target.dtype))
-        return None, target if table.grad is None else None, None
+
+        def table_grad() -> Grads:
+            rows = (grad if owned is None else grad * owned.unsqueeze(-1)).flatten(0, -2)
+            target = torch.zeros_like(table) if table.grad is None else table.grad
+            target.index_add_(0, index.flatten(), rows.to(target.dtype))
+            return [target if table.grad is None else None]
+
+        (d_table,) = now_or_later((table,), table_grad)
+        return None, d_table, None

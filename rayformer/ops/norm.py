@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from rayformer.ops.compiler import not_compiled
+from rayformer.ops.later import is_left, now_or_later
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,10 +36,13 @@ class _RMSNorm(torch.autograd.Function):
         return normal * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         normal, weight, scale = ctx.saved_tensors
         product = grad.float() * normal  # [..., H]
         mean = torch.mv(product.flatten(0, -2), weight.float()).view(scale.shape).div_(weight.numel())
-        d_weight = product.flatten(0, -2).sum(0)
+        rows = None if is_left((weight,)) else product  # float32 rows are not held until later
+        (d_weight,) = now_or_later(
+            (weight,), lambda: [(grad.float() * normal if rows is None else rows).flatten(0, -2).sum(0)]
+        )
         d_x = torch.addcmul(grad.float() * weight, normal.float(), mean, value=-1).mul_(scale)
         return d_x.to(normal.dtype), d_weight, None

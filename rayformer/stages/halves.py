@@ -15,6 +15,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
+from rayformer.ops.later import Left, left_for_later
+
 _VIEWS = frozenset(
     f"{name}Backward0"
     for name in "T Transpose Permute View UnsafeView ReshapeAlias Alias ToCopy Unsqueeze Expand".split()  # noqa: SIM905
@@ -25,28 +27,35 @@ _VIEWS = frozenset(
 class WeightHalf:
     """What is left to do: ``run`` adds the gradients of the weights to their ``.grad``, once.
 
-    ``edges`` are where the noted ``grads`` arrived, by node, with the node's parameters; ``held`` are gradients that
-    were not put off.
+    ``edges`` are where the noted ``grads`` arrived, by node, with the node's parameters; ``left`` is what functions of
+    our own left; ``held`` are gradients that were not put off.
     """
 
     edges: Sequence[tuple[Sequence[GradientEdge], Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    left: Sequence[Left]
     held: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
     def run(self) -> None:
         for edges, grads, parameters in self.edges:
             torch.autograd.backward(edges, grads, inputs=parameters, retain_graph=True)
+        with torch.no_grad():  # as autograd calls functions
+            for weights, compute in self.left:
+                for weight, grad in zip(weights, compute()):
+                    if weight is not None and grad is not None:
+                        _add(weight, grad)
         for parameter, grad in self.held:
-            assert parameter.grad is not None, "a parameter without memory for its gradient"
-            parameter.grad.add_(grad)
+            _add(parameter, grad)
 
 
 def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, WeightHalf]:
     """Go back from the scalar ``y`` to ``x``: its gradient, None if it needs none, and the half that remains.
 
-    Not put off, but held back and added by the second half, are the gradients of a parameter that several nodes use,
-    and of one that a function written in Python uses: it computes all its gradients together, perhaps with messages.
+    Functions written in Python compute all their gradients together, perhaps with messages; ours can leave those of
+    weights, see ops.later. Not put off, but held back and added by the second half, are the gradients of a parameter
+    that another such function uses, a compiled one too, and of one that several nodes use.
     """
     users = _users(y)
+    alone: set[torch.Tensor] = set()
     deferred: dict[Node, list[torch.Tensor]] = defaultdict(list)
     held: list[torch.Tensor] = []
     for parameter, nodes in users.of.items():
@@ -55,13 +64,16 @@ def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, W
         [node, *others] = nodes
         if others or isinstance(node, BackwardCFunction):
             held.append(parameter)
+            if not others:
+                alone.add(parameter)
         else:
             deferred[node].append(parameter)
     edges = [[GradientEdge(node, number) for number in sorted(users.outputs[node])] for node in deferred]
     wanted: list[torch.Tensor | GradientEdge] = [*held, *(edge for of_node in edges for edge in of_node)]
     if x.requires_grad:
         wanted.append(x)
-    found = list(torch.autograd.grad(y, wanted, retain_graph=True, allow_unused=True)) if wanted else []
+    with left_for_later(alone) as left_by_ours:
+        found = list(torch.autograd.grad(y, wanted, retain_graph=True, allow_unused=True)) if wanted else []
     input_grad = found.pop() if x.requires_grad else None
     grads = iter(found)
     kept = [(parameter, grad) for parameter in held if (grad := next(grads)) is not None]
@@ -70,7 +82,12 @@ def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, W
         arrived = [(edge, grad) for edge in of_node if (grad := next(grads)) is not None]
         if arrived:
             left.append(([edge for edge, _ in arrived], [grad for _, grad in arrived], parameters))
-    return input_grad, WeightHalf(left, kept)
+    return input_grad, WeightHalf(left, left_by_ours, kept)
+
+
+def _add(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    assert parameter.grad is not None, "a parameter without memory for its gradient"
+    parameter.grad.add_(grad.to(parameter.grad_dtype))  # as autograd does
 
 
 @dataclass(frozen=True)

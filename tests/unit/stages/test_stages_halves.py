@@ -2,6 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from rayformer.groups import single
+from rayformer.ops.embedding import table_rows
+from rayformer.ops.linear import column_linear
+from rayformer.ops.norm import _RMSNorm
 from rayformer.stages.halves import input_half
 
 HIDDEN = 32
@@ -57,15 +61,41 @@ class Shared(nn.Module):
         return nn.functional.linear(nn.functional.linear(x, self.weight).relu(), self.weight.t())
 
 
+class Ours(nn.Module):
+    """Functions of our own, which leave the gradients of their weights for later."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Parameter(torch.randn(HIDDEN))
+        self.weight, self.bias = nn.Parameter(torch.randn(HIDDEN, HIDDEN)), nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x):
+        x = _RMSNorm.apply(x, self.norm, 1e-5)
+        return column_linear(x, self.weight, self.bias, single(), sequence_parallel=False)
+
+
+class Table(nn.Module):
+    """A look-up that adds to the rows of its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(11, HIDDEN))
+
+    def forward(self, ids):
+        return table_rows(ids, self.table, complete=True)
+
+
 def model_of(kind):
     torch.manual_seed(1)
+    if kind == "table":
+        return nn.Sequential(Table(), Ours()), torch.randint(0, 11, (3, 5))
     if kind == "tokens":
         return nn.Sequential(nn.Embedding(11, HIDDEN), Block(), nn.Linear(HIDDEN, 7)), torch.randint(0, 11, (3, 5))
-    middle = {"blocks": Block, "python": Python, "shared": Shared}[kind]
+    middle = {"blocks": Block, "python": Python, "shared": Shared, "ours": Ours}[kind]
     return nn.Sequential(Block(), middle(), Block()), torch.randn(3, 5, HIDDEN, requires_grad=True)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "python", "shared", "tokens"])
+@pytest.mark.parametrize("kind", ["blocks", "python", "shared", "tokens", "ours", "table"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_halves_together_are_one_backward_to_the_bit(kind, dtype):
     found = []
@@ -91,10 +121,13 @@ def test_both_halves_together_are_one_backward_to_the_bit(kind, dtype):
 
 
 def test_only_what_cannot_be_put_off_is_done_in_the_first_half():
-    for kind, held in (("blocks", 0), ("python", 1), ("shared", 1), ("tokens", 0)):
+    for kind, held, left in (
+        ("blocks", 0, 0), ("python", 1, 0), ("shared", 1, 0), ("tokens", 0, 0), ("ours", 0, 3), ("table", 0, 4),
+    ):  # fmt: skip
         model, x = model_of(kind)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         _, weights = input_half(model(x).sum(), x)
         assert len(weights.held) == held
-        assert sum(len(parameters) for _, _, parameters in weights.edges) == len(list(model.parameters())) - held
+        assert sum(len(parameters) for parameters, _ in weights.left) == left
+        assert sum(len(parameters) for _, _, parameters in weights.edges) == len(list(model.parameters())) - held - left
