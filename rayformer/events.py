@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,29 @@ class StepReport:
     state_hash: str | None = None
     flops_per_token: int | None = None
     phase_s: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """An instruction or phase of a step: when it began, how long it took, and how long of that it waited.
+
+    Microseconds; ``start_us`` since 1970, by the clock of the cell's machine.
+    """
+
+    name: str
+    phase: str
+    start_us: int
+    length_us: int
+    waited_us: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """What every cell did in one step, in order, by cell."""
+
+    generation: int
+    step: int
+    spans: Mapping[str, Sequence[Span]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +117,7 @@ class CellDone:
     sample: str | None = None
 
 
-CellEvent = StepReport | CheckpointSaved | SaveDue | SaveWaits | SaveSkipped | SaveFailed | CellDone
+CellEvent = StepReport | StepTrace | CheckpointSaved | SaveDue | SaveWaits | SaveSkipped | SaveFailed | CellDone
 
 
 @dataclass(frozen=True, kw_only=True)

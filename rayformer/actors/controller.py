@@ -88,6 +88,7 @@ from rayformer.events import (
     SaveSkipped,
     SaveWaits,
     StepReport,
+    StepTrace,
     plain,
 )
 from rayformer.faults.plan import resolve_faults
@@ -368,6 +369,8 @@ class Controller:
                 pass
             case StepReport():
                 self._take_report(event)
+            case StepTrace():
+                self._recorder.take(event)
             case SaveDue():
                 self._saves.due(event)
             case CheckpointSaved():

@@ -90,6 +90,8 @@ def train(
             if step == settled:  # on every cell, also where another interval was agreed on before
                 snapshots.agree(position.report.step_s)
         last = step == until or vote.stop
+        if job.observe.trace:
+            yield runner.trace()
         for event in after.events(last=last, busy=vote.busy):
             started = time.monotonic()  # what it costs to hand over the report belongs to the next step
             yield event

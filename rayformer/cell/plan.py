@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder, shown_job, starts_anew
-from rayformer.cell.problems import schedule_problems
+from rayformer.cell.schedule import schedule_problems
 from rayformer.ckpt.initial import absolute, copy_companions
 from rayformer.ckpt.manifest import MANIFEST, find_checkpoints
 from rayformer.ckpt.storage import Folder, LocalFolder, folder_at, without_keys

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rayformer.cell.origin import Origin, checkpoint_folder, find_origin, run_folder
+from rayformer.cell.schedule import schedule_problems
 from rayformer.ckpt import initial
 from rayformer.ckpt.storage import LocalFolder, without_keys
 from rayformer.config.job import Job
@@ -16,8 +17,7 @@ from rayformer.config.model import ModelConfig
 from rayformer.config.rules import batch_problems
 from rayformer.data import corpus
 from rayformer.errors import CheckpointError, ConfigError, Problem
-from rayformer.optim.tree import owned_leaves
-from rayformer.stages import schedules, split
+from rayformer.stages import split
 
 
 def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
@@ -53,29 +53,6 @@ def job_problems(job: Job, *, fresh: bool = False) -> Iterator[Problem]:
         yield from _initial(job, job.checkpoint.init_from)
     known = origin.manifest is not None and job.layout.dp != "auto"
     yield from batch_problems(origin.resolve(job, dp=job.layout.dp) if known else job)
-
-
-def schedule_problems(job: Job) -> Iterator[Problem]:
-    """Whether the job's schedule can run in its layout, with as many microbatches as its replicas have."""
-    yield from schedules.problems(
-        job.schedule.name,
-        pp=job.layout.pp,
-        chunks=job.layout.virtual_stages,
-        microbatches=_microbatches(job),
-        **job.schedule.options,
-    )
-
-
-def _microbatches(job: Job) -> set[int]:
-    """The numbers of microbatches that replicas have in a step; empty where dp is not known yet."""
-    batch, dp, ramp = job.batch, job.layout.dp, job.batch.rampup
-    if dp == "auto" or list(batch_problems(job)):
-        return set()
-    leaves = max(dp, dp if batch.virtual_ranks == "auto" else batch.virtual_ranks)
-    sizes = {batch.global_, *(range(ramp.start, batch.global_, ramp.increment) if ramp else ())}
-    return {
-        len(owned_leaves(leaves, dp, rank)) * size // (batch.micro * leaves) for size in sizes for rank in range(dp)
-    }
 
 
 def _initial(job: Job, where: str) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rayformer.cell.measured import measured_pipeline
 from rayformer.ckpt.manifest import find_checkpoints, read_manifest
 from rayformer.ckpt.storage import folder_at
 from rayformer.config.job import Job
@@ -17,6 +18,7 @@ from rayformer.observe.report.bars import Pipeline
 from rayformer.observe.report.page import write_report
 from rayformer.observe.report.record import job_of
 from rayformer.observe.rundir import RunDir
+from rayformer.observe.trace import last_step
 from rayformer.stages.check import check
 from rayformer.stages.schedules import get_schedule
 
@@ -29,7 +31,8 @@ def report_run(files: RunDir) -> Path:
         job = Job.model_validate(job_of(files))
     except ValidationError:  # missing, or of another version: the rest can still be shown
         return write_report(files)
-    return write_report(files, pipeline=pipeline_of(job), environment=_environment(files, job))
+    pipelines = (pipeline_of(job), measured_pipeline(job, last_step(files.trace)))
+    return write_report(files, pipelines=list(filter(None, pipelines)), environment=_environment(files, job))
 
 
 def report_at_end(files: RunDir) -> str:

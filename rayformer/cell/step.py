@@ -22,6 +22,7 @@ from rayformer.cell.nonfinite import Origins
 from rayformer.cell.progress import NoProgress, Phase, Progress
 from rayformer.cell.snapshot import Snapshots
 from rayformer.data.loader import HeldOutOrder, TrainingOrder
+from rayformer.events import Span, StepTrace
 from rayformer.optim.lr import learning_rate, weight_decay
 from rayformer.optim.reduction import BucketReduction, sum_partial
 from rayformer.stages.executor import Feed
@@ -57,6 +58,7 @@ class StepRunner:
         self._partial = _partial_ranges(cell)
         self._seed = 1.0
         self.phase_s: dict[str, float] = {}
+        self._spans: list[tuple[str, str, int, int, int]] | None = [] if cell.job.observe.trace else None
         # Only the ends of the pipeline read data, and all must know whether there is any to evaluate on.
         self._can_evaluate = any(cell.groups.model.gather_values(cell.held_out is not None))
 
@@ -68,6 +70,8 @@ class StepRunner:
         self._progress.at("data", step)
         self.phase_s = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer"), 0.0)
         self._seed = _seed(cell)
+        if self._spans is not None:
+            self._spans.clear()
         with self._timed("data"):
             feed = self._feed(cell.training, consumed_samples, size)
         feed = replace(feed, step=step, seed=self._seed)
@@ -75,10 +79,11 @@ class StepRunner:
         self._origins.start_step()
         cell.executor.seconds.clear()
         cell.executor.on_instruction = None if isinstance(self._progress, NoProgress) else self._note
+        cell.executor.on_done = None if self._spans is None else self._trace
         losses = cell.executor.run(cell.programs.train(size), feed, self)
         for kind, seconds in cell.executor.seconds.items():
             self.phase_s[_PHASES.get(kind, "communication")] += seconds
-        with self._timed("optimizer"):
+        with self._timed("optimizer", "reduce"):
             self._progress.at("reduce", step)
             while self._pending:
                 self._settle()
@@ -100,7 +105,7 @@ class StepRunner:
     def vote(self, *, stop: bool, busy: bool = False) -> Vote:
         """Meet every cell of the run; returns when all have come this far."""
         self._progress.at("vote", self._step)
-        with self._timed("communication"):
+        with self._timed("communication", "vote"):
             ballot = torch.tensor([1.0, float(stop), float(busy)], dtype=torch.float64, device=self._groups.device)
             self._groups.world.all_reduce(ballot).wait()
             present, stops, busies = ballot.tolist()
@@ -116,7 +121,7 @@ class StepRunner:
         position.is_whole = False
         optimizer.loss_scale = optimizer.loss_scale.after(self._cell.job.precision, overflow=overflow)
         if not overflow:
-            with self._timed("optimizer"):
+            with self._timed("optimizer", "update"):
                 factor = min(1.0, section.clip / (measured.norm + 1e-6)) if section.clip else 1.0
                 scale = factor / max(measured.valid_tokens, 1) / self._seed
                 for grad in grads:
@@ -126,7 +131,7 @@ class StepRunner:
         position.move_to(self._step, consumed_samples=self._consumed_samples, skipped_in_row=skipped)
         self._shards.clear()
         if not overflow:
-            with self._timed("optimizer"):
+            with self._timed("optimizer", "gather"):
                 self._progress.at("gather", self._step)
                 optimizer.start_gather()
         self._progress.worked(self._step, sum(self.phase_s.values()) - self.phase_s["communication"])
@@ -136,6 +141,19 @@ class StepRunner:
         self._progress.at("snapshot", self._step)
         snapshots.take()
         self.phase_s["snapshot"] = snapshots.seconds
+        self._span("snapshot", "snapshot", snapshots.seconds, 0.0)
+
+    def trace(self) -> StepTrace:
+        """What all cells did in the step; all must call it."""
+        told = self._groups.world.gather_values([str(self._groups.cell), self._spans])
+        spans = {
+            cell: [
+                Span(name=name, phase=phase, start_us=start, length_us=length, waited_us=waited)
+                for name, phase, start, length, waited in of_cell
+            ]
+            for cell, of_cell in told
+        }
+        return StepTrace(generation=self._groups.generation, step=self._step, spans=spans)
 
     def next_lr(self) -> float:
         """The rate that the next update will use."""
@@ -212,13 +230,23 @@ class StepRunner:
         return whole
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        """Add the time of this block to ``phase``, but its waiting to communication."""
+    def _timed(self, phase: str, name: str | None = None) -> Iterator[None]:
+        """Add the time of this block to ``phase``, but its waiting to communication; in a trace it is ``name``."""
         started, waited = time.perf_counter(), self._groups.waited_s
         yield
-        waited = self._groups.waited_s - waited
+        waited, took = self._groups.waited_s - waited, time.perf_counter() - started
         self.phase_s["communication"] += waited
-        self.phase_s[phase] += time.perf_counter() - started - waited
+        self.phase_s[phase] += took - waited
+        self._span(name or phase, name or phase, took, waited)
+
+    def _trace(self, instruction: Instruction, took: float, waited: float) -> None:
+        self._span(str(instruction), _PHASE_OF[type(instruction).__name__], took, waited)
+
+    def _span(self, name: str, phase: str, took: float, waited: float) -> None:
+        """Note what has just ended."""
+        if self._spans is not None:
+            start = time.time() - took
+            self._spans.append((name, phase, int(1e6 * start), int(1e6 * took), int(1e6 * waited)))
 
 
 _PHASE_OF: dict[str, Phase] = {

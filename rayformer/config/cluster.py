@@ -23,8 +23,13 @@ class ClusterConfig(Section):
 
 
 class ObserveConfig(Section):
-    """The terminal."""
+    """What is shown and recorded."""
 
     progress: Literal["auto", "live", "plain", "none"] = Field(
         "auto", description="live draws a table, plain prints lines, auto takes live where there is a terminal."
+    )
+    trace: bool = Field(
+        False,
+        description="Whether every instruction of every cell is written to trace.json, for Perfetto; costs an exchange "
+        "in each step.",
     )

@@ -15,11 +15,13 @@ from rayformer.events import (
     SaveSkipped,
     SaveWaits,
     StepReport,
+    StepTrace,
 )
 from rayformer.observe.display import Display
 from rayformer.observe.journal import Journal
 from rayformer.observe.metrics import MetricsFile
 from rayformer.observe.rundir import RunDir
+from rayformer.observe.trace import TraceFile
 
 
 class Recorder:
@@ -29,6 +31,7 @@ class Recorder:
         self._total_steps, self.display = total_steps, display
         self._metrics = MetricsFile(files.metrics, attempt)
         self._journal = Journal(files.journal, attempt)
+        self._trace = TraceFile(files.trace)
 
     def journal(self, entry: JournalEntry) -> None:
         """Write one line of journal.jsonl."""
@@ -40,6 +43,8 @@ class Recorder:
             case StepReport():
                 self._metrics.write(event)
                 self.display.step(event, self._total_steps)
+            case StepTrace():
+                self._trace.write(event)
             case CheckpointSaved():
                 values = {
                     "step": event.step,

@@ -34,6 +34,10 @@ class RunDir:
         return self.path / "journal.jsonl"
 
     @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

@@ -69,23 +69,13 @@ class Losses:
     counts: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """One instruction: when it began and ended, in seconds of ``time.time``, and how long of that it waited."""
-
-    instruction: Instruction
-    start: float
-    end: float
-    waited: float
-
-
 class Executor:
     """Runs programs on the stages of one rank, one for each chunk.
 
     ``counter`` is the last instruction begun, readable from another thread. ``seconds`` adds up how long training
     instructions of each kind took, without the seconds they waited, told by ``waited_s``; these are its ``waited``.
     ``on_instruction`` is told of every instruction before it begins; a receive begins where what it brings is needed.
-    ``trace`` takes every training instruction, if there is one.
+    ``on_done`` is told of every training instruction when it is done: its seconds, and those of them that it waited.
     """
 
     def __init__(
@@ -104,7 +94,7 @@ class Executor:
         self.on_instruction: Callable[[Instruction], None] | None = None
         self.counter: Instruction | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.trace: list[Traced] | None = None
+        self.on_done: Callable[[Instruction, float, float], None] | None = None
 
     def run(self, program: Program, feed: Feed, parallel: DataParallel) -> Losses:
         """Execute ``program``; one without backwards runs without recording a graph."""
@@ -160,9 +150,8 @@ class Executor:
             waited, took = self._waited_s() - waited, time.perf_counter() - started
             self.seconds["waited"] += waited
             self.seconds[type(instruction).__name__] += took - waited
-            if self.trace is not None:
-                end = time.time()
-                self.trace.append(Traced(instruction=instruction, start=end - took, end=end, waited=waited))
+            if self.on_done is not None:
+                self.on_done(instruction, took, waited)
 
     def _await_input(self, instruction: Instruction, passes: _Passes) -> None:
         """Wait for the message that a computation needs, if it needs one that it has not got."""

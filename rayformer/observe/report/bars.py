@@ -22,10 +22,11 @@ Slot = tuple[str, float, float]
 class Pipeline:
     """A step of the pipeline: for each rank what it computes, such as ``F3``, and from when to when.
 
-    ``note`` says what is drawn.
+    ``title`` and ``note`` say what is drawn.
     """
 
     ranks: Sequence[Sequence[Slot]]
+    title: str = "Pipeline"
     note: str = ""
 
 
@@ -102,9 +103,9 @@ def pipeline_figure(pipeline: Pipeline) -> str:
     height = 8 + len(ranks) * row_height
     legend = "".join(f'<span class="key {_op_color(kind)}">{_OPS.get(kind, escaped(kind))}</span>' for kind in kinds)
     return (
-        '<figure class="wide"><figcaption><b>Pipeline</b>'
+        f'<figure class="wide"><figcaption><b>{escaped(pipeline.title)}</b>'
         f' <span class="unit">{escaped(pipeline.note)}</span></figcaption><div class="scroll">'
-        f'<svg class="broad" viewBox="0 0 {left + width} {height}" role="img" aria-label="Pipeline">'
+        f'<svg class="broad" viewBox="0 0 {left + width} {height}" role="img" aria-label="{escaped(pipeline.title)}">'
         f'{"".join(body)}</svg></div><p class=legend>{legend}<span class="key idle">waits</span></p></figure>'
     )
 

@@ -23,20 +23,20 @@ AXES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
 def write_report(
-    files: RunDir, *, pipeline: Pipeline | None = None, environment: Mapping[str, Any] | None = None
+    files: RunDir, *, pipelines: Sequence[Pipeline] = (), environment: Mapping[str, Any] | None = None
 ) -> Path:
     """Write the page of the run in a folder and return its path; an older one is replaced in one go.
 
-    ``pipeline`` is what a step looks like, ``environment`` what the run's bits depend on besides the job.
+    ``pipelines`` are what a step looks like, ``environment`` what the run's bits depend on besides the job.
     """
-    page = report_page(read_record(files), pipeline=pipeline, environment=environment or {})
+    page = report_page(read_record(files), pipelines=pipelines, environment=environment or {})
     half = files.report.with_name(f".{files.report.name}.half")
     half.write_text(page, encoding="utf-8")
     os.replace(half, files.report)
     return files.report
 
 
-def report_page(record: Record, *, pipeline: Pipeline | None = None, environment: Mapping[str, Any]) -> str:
+def report_page(record: Record, *, pipelines: Sequence[Pipeline] = (), environment: Mapping[str, Any]) -> str:
     """The whole page."""
     charts = "".join(_charts(record.steps))
     job = yaml.safe_dump(record.job, sort_keys=False, allow_unicode=True) if record.job else ""
@@ -44,7 +44,7 @@ def report_page(record: Record, *, pipeline: Pipeline | None = None, environment
         _header(record, environment),
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was executed.</p>",
         timeline_figure(record),
-        pipeline_figure(pipeline) if pipeline else "",
+        *map(pipeline_figure, pipelines),
         recoveries_table(record),
         events_table(record),
         members_table(record),

@@ -13,15 +13,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayformer.cell.report import pipeline_of, report_at_end
+from rayformer.cell.measured import measured_pipeline
+from rayformer.cell.report import pipeline_of, report_at_end, report_run
 from rayformer.cli.main import main
 from rayformer.config.job import resolve
 from rayformer.config.load import job_from_tree
+from rayformer.events import Span, StepTrace
 from rayformer.observe.report.bars import Pipeline, phases_figure, pipeline_figure
 from rayformer.observe.report.charts import NUM_BUCKETS, Chart, Series, axis, figure, log_axis, thinned
 from rayformer.observe.report.page import write_report
 from rayformer.observe.report.record import read_record
 from rayformer.observe.rundir import RunDir
+from rayformer.observe.trace import TraceFile, last_step
 
 CELL = "pp1.dp0.cp0.tp0"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror='a()'>\"&\x1b\u202e"
@@ -115,7 +118,7 @@ def test_the_page_shows_what_a_run_was_and_how_it_went(run: RunDir):
     steps[-1].update(eval_loss=0.5, state_hash="00ff00ff00ff00ff")
     fill(run, steps, [entry("membership", 1000.0, cells={CELL: {"worker": "worker-0001", "pid": 7, "node": "n"}}),
                       entry("done", 1021.0, outcome="finished", step=20)])  # fmt: skip
-    page = page_of(run, pipeline=pipeline_of(JOB), environment={"torch": "2.13.0", "cuda": None})
+    page = page_of(run, pipelines=[pipeline_of(JOB)], environment={"torch": "2.13.0", "cuda": None})
     tags = whole(page)
     for told in (
         "tiny", "finished", "0.5000", "00ff00ff00ff00ff", "after step 20", "tp 1 × pp 2 × dp 2 = 4 cells", "1f1b",
@@ -199,7 +202,7 @@ def test_nothing_that_stands_in_a_file_becomes_a_part_of_the_page(run: RunDir):
     fill(run, steps, journal, job)
     files = RunDir(run.path.rename(run.path.with_name("<script>alert(1)<"[:8] + "&'\"")))
     drawn = Pipeline(ranks=[[(HOSTILE, 0.0, 1.0)]], note=HOSTILE)
-    page = page_of(files, pipeline=drawn, environment=bad)
+    page = page_of(files, pipelines=[drawn], environment=bad)
     tags = whole(page)
     assert "onerror" not in {name for _, attrs in tags.tags for name in attrs}
     scripts = [attrs for tag, attrs in tags.tags if tag == "script"]
@@ -363,3 +366,64 @@ def test_the_command_writes_it_anew_and_refuses_a_folder_without_a_run(run: RunD
 def test_enough_points_are_drawn_for_every_second_pixel():
     points = [(step, math.sin(step)) for step in range(100_000)]
     assert len({int((step / 100_000) * NUM_BUCKETS) for step, _ in thinned(points)}) == NUM_BUCKETS
+
+
+def spans_of(ops, *, start=0.0, took=0.01, waited=0.0):
+    """One span after the other, each so long, after so long a wait."""
+    return [
+        Span(
+            name=op,
+            phase="forward",
+            start_us=int(1e6 * (start + number * took)),
+            length_us=int(1e6 * took),
+            waited_us=int(1e6 * waited),
+        )
+        for number, op in enumerate(ops)
+    ]
+
+
+def test_a_trace_is_whole_after_every_step_and_its_last_step_can_be_read_again(tmp_path):
+    path, cells = tmp_path / "trace.json", ("pp0.dp0.cp0.tp0", "pp1.dp0.cp0.tp0")
+    assert last_step(path) is None
+    for attempt in (1, 2):  # another attempt appends
+        file = TraceFile(path)
+        for step in (1, 2):
+            trace = StepTrace(
+                generation=attempt, step=step, spans={cell: spans_of(["F0", "SendAct0>1", "B0"]) for cell in cells}
+            )
+            file.write(trace)
+            events = json.loads(path.read_text())
+            assert last_step(path) == trace
+    executed = [event for event in events if event["ph"] == "X"]
+    assert len(executed) == 2 * 2 * 2 * 3
+    assert {event["args"]["cell"]: event["tid"] for event in executed} == {cells[0]: 0, cells[1]: 1_000_000}
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == [*cells, *cells]
+
+
+def test_a_measured_step_is_drawn_beside_what_the_schedule_allows(run):
+    job = resolve(job_from_tree({**TREE, "batch": {"global": 4, "micro": 1, "seq": 32}}), dp=2, recorded={})
+    fill(run, [step_line(1)], job=job.dump())
+    TraceFile(run.trace).write(
+        StepTrace(
+            generation=1,
+            step=1,
+            spans={
+                "pp0.dp0.cp0.tp0": spans_of(["F0", "SendAct0>1", "F1", "Fold0", "idle", "B0", "idle", "B1"]),
+                "pp1.dp0.cp0.tp0": spans_of(["F0", "B0", "F1", "B1"], start=0.02),
+                "pp0.dp1.cp0.tp0": spans_of(["F0"], took=9.0),
+            },
+        )
+    )
+    drawn = measured_pipeline(job, last_step(run.trace))
+    assert [[op for op, _, _ in row] for row in drawn.ranks] == [["F0", "F1", "B0", "B1"], ["F0", "B0", "F1", "B1"]]
+    # 8 units of 10 ms in all, of which each rank computes for 4; where nothing else is to do the two take 6
+    assert "step 1, 80.0 ms, of which 50.0 % are lost" in drawn.note
+    assert "the schedule loses 33.3 % of 60.0 ms" in drawn.note
+    assert "Pipeline, measured" in report_run(run).read_text()
+
+
+def test_what_a_computation_waited_is_not_computing():
+    trace = StepTrace(generation=1, step=1, spans={"pp0.dp0.cp0.tp0": spans_of(["F0", "B0"], waited=0.004)})
+    drawn = measured_pipeline(JOB.model_copy(update={"layout": JOB.layout.model_copy(update={"pp": 1})}), trace)
+    assert [round(stop - start, 4) for start, stop in ((a, b) for _, a, b in drawn.ranks[0])] == [0.006, 0.006]
+    assert measured_pipeline(JOB, None) is None
