@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from rayformer.ops.later import Left, left_for_later
 
@@ -37,7 +37,10 @@ class WeightHalf:
 
     def run(self) -> None:
         for edges, grads, parameters in self.edges:
-            torch.autograd.backward(edges, grads, inputs=parameters, retain_graph=True)
+            # As torch.autograd.backward has it, which would load symbolic shapes to compare two, see stages.tape.
+            _engine_run_backward(
+                tuple(edges), tuple(grads), True, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
+            )
         with torch.no_grad():  # as autograd calls functions
             for weights, compute in self.left:
                 for weight, grad in zip(weights, compute()):
