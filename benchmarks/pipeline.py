@@ -3,8 +3,9 @@
     python benchmarks/pipeline.py [--rounds 5] [--only steps|messages]
 
 Stages sleep instead of computing, see sleeping.py, so that ranks do not take the cores from each other and what is left
-is what a step costs beyond its schedule. All three run one step after the other in the same processes, and each ratio
-is that of medians. Then the channel's messages beside raw ``isend`` and ``irecv``: two ranks send a tensor to and fro.
+is what a step costs beyond its schedule. All four run one step after the other in the same processes, and each ratio
+is that of medians. Then the channel's messages beside raw ``isend`` and ``irecv``: a tensor goes to the other rank and
+one comes back, where nothing hides what a message costs, and many go one way, as in a pipeline.
 Writes benchmarks/results/pipeline-DATE.json.
 """
 
@@ -17,7 +18,9 @@ import socket
 import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,7 +34,7 @@ from rayformer.groups import Groups, StoreClients
 from rayformer.layout import Layout
 from rayformer.stages.channel import Channel
 from rayformer.stages.check import Costs, check
-from rayformer.stages.instructions import RecvAct, RecvGrad, SendAct, SendGrad
+from rayformer.stages.instructions import Recv, RecvAct, RecvGrad, Send, SendAct, SendGrad
 from rayformer.stages.schedules import SCHEDULES, get_schedule
 
 SETTINGS = {
@@ -41,7 +44,7 @@ SETTINGS = {
 }
 RANKS = (2, 4)
 MICROBATCHES = (4, 8, 16)
-WHO = ("ours", "by hand", "torch")
+WHO = ("executor", "by hand", "ours", "torch")
 BYTES = (4 * 2**10, 256 * 2**10, 4 * 2**20)
 
 
@@ -50,10 +53,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["steps", "messages"])
     parser.add_argument("--schedules", type=lambda text: text.split(","), default=list(SCHEDULES))
+    parser.add_argument(
+        "--times", type=lambda text: text.split(","), default=list(SETTINGS), help="of " + ", ".join(SETTINGS)
+    )
     arguments = parser.parse_args()
     result: dict[str, Any] = {}
     if arguments.only != "messages":
-        rows = [row for pp in RANKS for row in _in_processes(pp, _steps, arguments.schedules, arguments.rounds)]
+        rows = [
+            row
+            for pp in RANKS
+            for row in _in_processes(pp, _steps, arguments.times, arguments.schedules, arguments.rounds)
+        ]
         result["steps"] = rows
         result["worst"] = {key: max(row[key] for row in rows if key in row) for key in ("ideal", "by hand", "torch")}
     if arguments.only != "steps":
@@ -94,11 +104,11 @@ def _rank(rank: int, world: int, port: int, task: Callable[..., Any], arguments:
     dist.destroy_process_group()
 
 
-def _steps(groups: Groups, names: list[str], rounds: int) -> list[dict[str, Any]]:
+def _steps(groups: Groups, settings: list[str], names: list[str], rounds: int) -> list[dict[str, Any]]:
     rows = []
     pp = groups.layout.pp
-    for (setting, times), name, microbatches in product(SETTINGS.items(), names, MICROBATCHES):
-        schedule = get_schedule(name)
+    for setting, name, microbatches in product(settings, names, MICROBATCHES):
+        schedule, times = get_schedule(name), SETTINGS[setting]
         chunks = schedule.chunks or 2
         steps = {
             who: step_of(who, name, groups=groups, chunks=chunks, microbatches=microbatches, times=times) for who in WHO
@@ -122,8 +132,8 @@ def _steps(groups: Groups, names: list[str], rounds: int) -> list[dict[str, Any]
             "microbatches": microbatches,
             "ideal_s": ideal,
             **{f"{who}_s": seconds for who, seconds in median.items()},
-            "ideal": median["ours"] / ideal,
-            "by hand": median["ours"] / median["by hand"],
+            "ideal": median["executor"] / ideal,
+            "by hand": median["executor"] / median["by hand"],
             "torch": median["ours"] / median["torch"],
         }
         rows.append(row)
@@ -145,17 +155,20 @@ def _timed(groups: Groups, step: Callable[[], None]) -> float:
 
 def _messages(groups: Groups, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    for num_bytes in BYTES:
+    for (pattern, program), num_bytes in product(PATTERNS.items(), BYTES):
         times: dict[str, list[float]] = {"channel": [], "raw": []}
         count = 400 if num_bytes < 2**20 else 60
-        through = _Channelled(groups, num_bytes, count), _Raw(groups, num_bytes, count)
-        for number in range(rounds + 1):
-            for who, run in zip(times, through):
-                seconds = _timed(groups, run) / (2 * count)
+        messages = tuple(message for v in range(count) for message in program(v, groups.cell.pp))
+        through = partial(_channelled, groups, num_bytes, messages), partial(_raw, num_bytes, messages)
+        steps = [make() for make in through]
+        for number in range(5 * rounds + 1):  # they are short, and the machine is noisy
+            for who, step in zip(times, steps):
+                seconds = _timed(groups, step) / len(messages)
                 if number:
                     times[who].append(seconds)
         median = {who: statistics.median(values) for who, values in times.items()}
         row = {
+            "pattern": pattern,
             "bytes": num_bytes,
             **{f"{who}_us": 1e6 * value for who, value in median.items()},
             "ratio": median["channel"] / median["raw"],
@@ -166,43 +179,50 @@ def _messages(groups: Groups, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-class _Channelled:
-    """A tensor to the other rank and one back, ``count`` times."""
+def _to_and_fro(v: int, rank: int) -> list[Send | Recv]:
+    return [RecvAct(v, peer=0), SendGrad(v, peer=0)] if rank else [SendAct(v, peer=1), RecvGrad(v, peer=1)]
 
-    def __init__(self, groups: Groups, num_bytes: int, count: int) -> None:
-        self._rank = groups.cell.pp
-        self._channel = Channel(groups.pp, shape=(num_bytes // 4,), dtype=torch.float32)
-        self._tensor = torch.zeros(num_bytes // 4)
-        peer = 1 - self._rank
-        there = [(SendAct(v, peer=peer), RecvGrad(v, peer=peer)) for v in range(count)]
-        back = [(RecvAct(v, peer=peer), SendGrad(v, peer=peer)) for v in range(count)]
-        self._program = tuple(message for pair in (back if self._rank else there) for message in pair)
 
-    def __call__(self) -> None:
-        self._channel.begin(self._program)
-        for message in self._program:
-            if isinstance(message, SendAct | SendGrad):
-                self._channel.send(message, self._tensor)
+def _one_way(v: int, rank: int) -> list[Send | Recv]:
+    return [RecvAct(v, peer=0)] if rank else [SendAct(v, peer=1)]
+
+
+PATTERNS = {"to and fro": _to_and_fro, "one way": _one_way}
+
+
+def _channelled(groups: Groups, num_bytes: int, messages: tuple[Send | Recv, ...]) -> Callable[[], None]:
+    channel = Channel(groups.pp, shape=(num_bytes // 4,), dtype=torch.float32)
+    tensor = torch.zeros(num_bytes // 4)
+
+    def run() -> None:
+        channel.begin(messages)
+        for message in messages:
+            if isinstance(message, (SendAct, SendGrad)):
+                channel.send(message, tensor)
             else:
-                self._channel.recv(message).wait()
-        self._channel.finish()
+                channel.recv(message).wait()
+        channel.finish()
+
+    return run
 
 
-class _Raw:
-    def __init__(self, groups: Groups, num_bytes: int, count: int) -> None:
-        self._rank, self._count = groups.cell.pp, count
-        self._out, self._in = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+def _raw(num_bytes: int, messages: tuple[Send | Recv, ...]) -> Callable[[], None]:
+    outgoing, incoming = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
 
-    def __call__(self) -> None:
-        peer = 1 - self._rank
-        for _ in range(self._count):
-            if self._rank == 0:
-                sent = dist.isend(self._out, peer, tag=0)
-                dist.irecv(self._in, peer, tag=1).wait()
+    def run() -> None:
+        sent: deque[dist.Work] = deque()
+        for message in messages:
+            tag = isinstance(message, (SendGrad, RecvGrad))
+            if isinstance(message, (SendAct, SendGrad)):
+                if len(sent) == 8:  # as many as the channel has in flight
+                    sent.popleft().wait()
+                sent.append(dist.isend(outgoing, message.peer, tag=tag))
             else:
-                dist.irecv(self._in, peer, tag=0).wait()
-                sent = dist.isend(self._out, peer, tag=1)
-            sent.wait()
+                dist.irecv(incoming, message.peer, tag=tag).wait()
+        for work in sent:
+            work.wait()
+
+    return run
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A pipeline whose stages sleep instead of computing, for three that run it: ours, a loop by hand, and torch's own.
+"""A pipeline whose stages sleep instead of computing, for those that run it: ours, a loop by hand, and torch's own.
 
-A stage is one function for the input, whose backward sleeps for the gradient of the input, and one for a weight, whose
-backward sleeps for the gradient of the weight: so whoever divides backward divides it here too.
+For torch and for ours beside it a stage is one function for the input, whose backward sleeps for the gradient of the
+input, and one for a weight, whose backward sleeps for the gradient of the weight: so whoever divides backward divides
+it here too. A loop by hand only sleeps; beside it ours is the executor and its channel with tapes that only sleep.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from rayformer.groups import Groups
 from rayformer.models.block import Block
 from rayformer.nn.context import Context
 from rayformer.ops.later import now_or_later
+from rayformer.stages import executor
 from rayformer.stages.channel import Channel
 from rayformer.stages.executor import Executor, Feed
 from rayformer.stages.instructions import Compute, Forward, InputGrad, StageMap, WeightGrad
@@ -30,7 +33,7 @@ from rayformer.stages.schedules import get_schedule
 from rayformer.stages.stage import Stage
 
 SHAPE = (1, 16, 64)  # a message of 4 KiB
-_NAP_S = 0.0002  # what a sleep may take longer than asked
+_NAP_S = 0.00012  # what a sleep may take longer than asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         sleep(ctx.times.input_grad)
-        return grad, None
+        return grad.contiguous(), None  # torch sends it as it is
 
 
 class _Weight(torch.autograd.Function):
@@ -101,16 +104,20 @@ class Sleeper(nn.Module):
 
 
 class _Tokens(nn.Module):
-    """Token ids [B, S] to nothing [B, S, H] that has a gradient."""
+    """Token ids [B, S] to the same [B, S, H] for all; a weight has it need a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPE))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(SHAPE).requires_grad_()
+        return self.weight * 1.0
 
 
 def step_of(who: str, name: str, *, groups: Groups, chunks: int, microbatches: int, times: Times) -> Callable[[], None]:
-    """What runs one step of the schedule ``name`` on this rank: by ours, by hand, or torch's of the same name."""
+    """What runs one step of the schedule ``name`` on this rank: one of the four that WHO names."""
     stage_map = StageMap(pp=groups.layout.pp, chunks=chunks, vee=get_schedule(name).vee)
-    make = {"ours": _ours, "by hand": _by_hand, "torch": _torch}[who]
+    make = {"ours": _ours, "executor": _executor, "by hand": _by_hand, "torch": _torch}[who]
     return make(name, groups, stage_map, microbatches, times)
 
 
@@ -145,20 +152,54 @@ def _ours(name: str, groups: Groups, stage_map: StageMap, microbatches: int, tim
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
     channel = Channel(groups.pp, shape=SHAPE, dtype=torch.float32)
-    executor = Executor(stages, channel, stage_map=stage_map, rank=rank, waited_s=lambda: groups.waited_s)
+    ours = Executor(stages, channel, stage_map=stage_map, rank=rank, waited_s=lambda: groups.waited_s)
     program = get_schedule(name).programs(stage_map.pp, stage_map.chunks, microbatches)[rank]
     ids = {v: torch.zeros(SHAPE[:2], dtype=torch.int64) for v in range(microbatches)}
     feed = Feed(
         samples={v: (v,) for v in range(microbatches)}, tokens=ids, labels=ids, counts=dict.fromkeys(ids, SHAPE[1])
     )
-    return lambda: executor.run(program, feed, _NoParallel()) and None
+    return lambda: ours.run(program, feed, _NoParallel()) and None
+
+
+class _SleepingTape:
+    """Sleeps as long as a stage of ``Times``, and gives tensors of the right shape; ``times`` is set by who patches."""
+
+    times: Times
+    loss = torch.zeros(())
+
+    def __init__(self, stage: Stage, **of_microbatch: Any) -> None:
+        pass
+
+    def forward(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        sleep(self.times.forward)
+        return _PAYLOAD
+
+    def backward(self, grad: torch.Tensor, first: int, *, weights: bool = True) -> torch.Tensor:
+        sleep(self.times.input_grad + (self.times.weight_grad if weights else 0.0))
+        return _PAYLOAD
+
+    def accumulate(self, first: int) -> None:
+        sleep(self.times.weight_grad)
+
+
+_PAYLOAD = torch.zeros(SHAPE)
+
+
+def _executor(name: str, groups: Groups, stage_map: StageMap, microbatches: int, times: Times) -> Callable[[], None]:
+    step = _ours(name, groups, stage_map, microbatches, times)
+    tape = type("Tape", (_SleepingTape,), {"times": times})
+
+    def run() -> None:
+        with patch.object(executor, "Tape", tape):
+            step()
+
+    return run
 
 
 def _by_hand(name: str, groups: Groups, stage_map: StageMap, microbatches: int, times: Times) -> Callable[[], None]:
     """All receives are posted at once, sends are waited for at the end, and nothing but that is done."""
     rank = groups.cell.pp
     order = get_schedule(name)(stage_map.pp, stage_map.chunks, microbatches)[rank]
-    payload = torch.zeros(SHAPE)
 
     def neighbour(op: Compute, step: int) -> int | None:
         stage = stage_map.stage(rank, op.chunk) + step
@@ -185,7 +226,7 @@ def _by_hand(name: str, groups: Groups, stage_map: StageMap, microbatches: int, 
             if not isinstance(op, WeightGrad):
                 target = neighbour(op, 1 if isinstance(op, Forward) else -1)
                 if target is not None:
-                    sent.append(dist.isend(payload, target, tag=tag(op, 0)))
+                    sent.append(dist.isend(_PAYLOAD, target, tag=tag(op, 0)))
         for work in sent:
             work.wait()
 

@@ -30,19 +30,27 @@ CONNECT_S = 5.0  # seconds that a connection may take to come about, when everyb
 GROUP_AXES = (("tp",), ("dp",), ("pp",), ("tp", "pp"), ("tp", "cp", "dp", "pp"))
 
 
-class _Messages:
-    """Sends and receives as one Work. On Gloo their timeout is that of connecting, unless a wait names its own."""
+class _Message:
+    """A send or receive on Gloo, whose own timeout is that of connecting: a wait names another."""
 
-    def __init__(self, works: list[Any], timeout: timedelta | None) -> None:
-        self._works, self._timeout = works, timeout
+    __slots__ = ("_timeout", "_work")
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> None:
+        self._work.wait(self._timeout)
+
+
+class _Messages:
+    """Sends and receives as one Work."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
 
     def wait(self) -> None:
         while self._works:
-            work = self._works.pop()
-            if self._timeout is None:
-                work.wait()
-            else:
-                work.wait(self._timeout)
+            self._works.pop().wait()
 
 
 class Ticket:
@@ -76,16 +84,15 @@ class Communicator:
         self._works: dict[int, Any] = {}
         self._num_started = 0
 
-    def start(self, name: str, operation: Callable[[Any], Any]) -> Ticket:
+    def start(self, name: str, over: str, operation: Callable[[Any], Any]) -> Ticket:
         backend = self._backend
         if backend is None:
-            raise CollectiveError(f"{self}: {name} after the group was aborted")
-        self._num_started += 1
-        number = self._num_started
+            raise CollectiveError(f"{self}: {name} over {over} after the group was aborted")
+        self._num_started = number = self._num_started + 1
         try:
             self._works[number] = operation(backend)
         except RuntimeError as error:
-            raise CollectiveError(f"{self}: {name} could not start: {error}") from error
+            raise CollectiveError(f"{self}: {name} over {over} could not start: {error}") from error
         return Ticket(self, number)
 
     def wait(self, number: int) -> None:
@@ -137,15 +144,13 @@ class Group:
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self._communicator = communicator
+        self.size = len(communicator.ranks)
+        self._over = "-".join(self.axes)
         self._is_pair = self.size == 2 and device.type == "cpu"
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return self._communicator.ranks
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Ticket:
         """Reduce ``tensor`` over the group, in place."""
@@ -227,11 +232,11 @@ class Group:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Ticket:
         """Send ``tensor`` to member ``to``; it must not change until the ticket has been waited for."""
-        return self._start("send", tensor, lambda backend: self._messages(backend.send([tensor], to, tag)))
+        return self._start("send", tensor, lambda backend: self._message(backend.send([tensor], to, tag)))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> Ticket:
         """Receive into ``tensor`` what member ``source`` sends under ``tag``, in the order of sending."""
-        return self._start("recv", tensor, lambda backend: self._messages(backend.recv([tensor], source, tag)))
+        return self._start("recv", tensor, lambda backend: self._message(backend.recv([tensor], source, tag)))
 
     def gather_values(self, value: Any) -> list[Any]:
         """Every member's ``value``, which must be representable in JSON, in rank order."""
@@ -261,15 +266,19 @@ class Group:
             lambda backend: self._messages(backend.send([sent], peer, _PAIR), backend.recv([received], peer, _PAIR)),
         )
 
+    def _message(self, work: Any) -> Any:
+        timeout = self._communicator.timeout
+        return work if timeout is None else _Message(work, timeout)
+
     def _messages(self, *works: Any) -> _Messages:
-        return _Messages(list(works), self._communicator.timeout)
+        return _Messages(list(map(self._message, works)))
 
     def _start(self, name: str, tensor: torch.Tensor, operation: Callable[[Any], Any]) -> Ticket:
         if self.size == 1:
             return Ticket(self._communicator, None)
         self.calls[name] += 1
-        self.sent_bytes[name] += tensor.numel() * tensor.element_size()
-        return self._communicator.start(f"{name} over {'-'.join(self.axes)}", operation)
+        self.sent_bytes[name] += tensor.nbytes
+        return self._communicator.start(name, self._over, operation)
 
 
 def single(axes: Sequence[str] = ("tp",), device: torch.device | None = None) -> Group:

@@ -7,40 +7,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from rayformer.groups import Group, Ticket
-from rayformer.stages.instructions import Program, Recv, RecvAct, RecvGrad, Send, SendAct
+from rayformer.stages.instructions import Program, Recv, RecvAct, RecvGrad, Send, SendAct, SendGrad
 
-_ACTIVATION, _GRADIENT = 0, 1  # tags: with two stages both directions share one pair of ranks
+_Line: TypeAlias = tuple[int, int]  # peer and tag
+_Posted: TypeAlias = tuple[Ticket, torch.Tensor]
+_TAGS = {SendAct: 0, RecvAct: 0, SendGrad: 1, RecvGrad: 1}  # with two stages both directions share one pair of ranks
 _MAX_IN_FLIGHT = 8
 _POSTED_AHEAD = 2
 
 
-@dataclass(frozen=True, slots=True)
 class Arrival:
     """What ``message`` is to bring; ``wait()`` gives it when it is here."""
 
-    message: Recv
-    ticket: Ticket
-    tensor: torch.Tensor
+    __slots__ = ("_posted", "message")
+
+    def __init__(self, message: Recv, posted: _Posted) -> None:
+        self.message, self._posted = message, posted
 
     def wait(self) -> torch.Tensor:
-        self.ticket.wait()
-        return self.tensor
+        ticket, tensor = self._posted
+        ticket.wait()
+        return tensor
 
 
 class Channel:
     """Sends and receives activations and their gradients, each of ``shape``, over the ``pp`` group."""
 
     def __init__(self, pp: Group, *, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._pp = pp
+        self._pp, self.device = pp, pp.device
         self._buffers = _Buffers(shape, dtype, pp.device)
-        self._in_flight: deque[tuple[Ticket, torch.Tensor]] = deque()
-        self._expected: dict[tuple[int, int], int] = {}
-        self._posted: dict[tuple[int, int], deque[tuple[Ticket, torch.Tensor]]] = {}
+        self._in_flight: deque[_Posted] = deque()
+        self._expected: dict[_Line, int] = {}
+        self._due: list[_Line] = []
+        self._posted: dict[_Line, deque[_Posted]] = {}
 
     def begin(self, program: Program) -> None:
         """Post the first receives of ``program`` from each peer in each direction."""
@@ -59,19 +63,21 @@ class Channel:
         """
         if len(self._in_flight) == _MAX_IN_FLIGHT:
             self._in_flight.popleft()[0].wait()
+        self._post_due()
         peer, tag = _line(message)
         tensor = tensor.contiguous()
         self._in_flight.append((self._pp.send(tensor, peer, tag), tensor))
 
     def recv(self, message: Recv) -> Arrival:
-        """The next tensor from the peer, and post the receive of one further on."""
+        """The next tensor from the peer.
+
+        The receive of one further on is posted with the next message, sent or received: at the moment it would be in
+        the way of the tensor that comes in, and of whoever waits for it.
+        """
         line = _line(message)
-        if not self._posted.get(line):  # outside of a program
-            self._expected[line] = 1
-            self._post(line)
-        arrival = Arrival(message, *self._posted[line].popleft())
-        self._post(line)
-        return arrival
+        self._post_due()
+        self._due.append(line)
+        return Arrival(message, self._posted[line].popleft())
 
     def finish(self) -> None:
         """Wait until everything sent is gone; everything posted has been received."""
@@ -80,6 +86,7 @@ class Channel:
         assert not any(self._posted.values()), "a receive was posted that the program did not use"
         self._expected.clear()
         self._posted.clear()
+        self._due.clear()
 
     def forget(self) -> None:
         """Nothing that is in flight will arrive: the group behind it is gone."""
@@ -87,14 +94,19 @@ class Channel:
         self._in_flight.clear()
         self._expected.clear()
         self._posted.clear()
+        self._due.clear()
 
-    def _post(self, line: tuple[int, int]) -> None:
+    def _post_due(self) -> None:
+        for line in self._due:
+            self._post(line)
+        self._due.clear()
+
+    def _post(self, line: _Line) -> None:
         if self._expected[line] == 0:
             return
         self._expected[line] -= 1
-        peer, tag = line
         tensor = self._buffers.take()
-        self._posted.setdefault(line, deque()).append((self._pp.recv(tensor, peer, tag), tensor))
+        self._posted.setdefault(line, deque()).append((self._pp.recv(tensor, *line), tensor))
 
 
 class _Buffers:
@@ -108,11 +120,12 @@ class _Buffers:
         self._known: deque[tuple[torch.Tensor, torch.UntypedStorage]] = deque()
 
     def take(self) -> torch.Tensor:
+        """Memory that nobody uses; what is given holds it."""
         for _ in range(min(len(self._known), _LOOKED_AT)):
+            tensor, storage = self._known[0]
             self._known.rotate(-1)
-            tensor, storage = self._known[-1]
             if torch._C._storage_Use_Count(storage._cdata) == _UNUSED:
-                return tensor.detach()  # holds the memory as long as somebody holds it
+                return tensor.detach()
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         self._known.append((tensor, tensor.untyped_storage()))
         return tensor.detach()
@@ -126,6 +139,6 @@ _LOOKED_AT = 4  # they become free in about the order in which they were taken
 _UNUSED = 2  # holders of memory that only `_known` holds, as a tensor and as itself
 
 
-def _line(message: Send | Recv) -> tuple[int, int]:
+def _line(message: Send | Recv) -> _Line:
     """The peer and the tag of a message's direction."""
-    return message.peer, _ACTIVATION if isinstance(message, SendAct | RecvAct) else _GRADIENT
+    return message.peer, _TAGS[type(message)]

@@ -115,9 +115,9 @@ class Executor:
         return {v: logits for v, logits, _ in self._outputs(program, tokens)}
 
     def _train(self, program: Program, feed: Feed, parallel: DataParallel, losses: Losses) -> None:
-        passes = _Passes()
+        passes = _Passes(seed=torch.tensor(feed.seed, device=self._channel.device))
+        began, waited_before = time.perf_counter(), self._waited_s()
         for instruction in program:
-            started, waited = time.perf_counter(), self._waited_s()
             self._await_input(instruction, passes)
             if not isinstance(instruction, RecvAct | RecvGrad):
                 self._begin(instruction)
@@ -147,7 +147,9 @@ class Executor:
                     parallel.await_params(bucket)
                 case _:
                     raise AssertionError(f"no such instruction: {instruction!r}")
-            waited, took = self._waited_s() - waited, time.perf_counter() - started
+            ended, waited_after = time.perf_counter(), self._waited_s()
+            took, waited = ended - began, waited_after - waited_before
+            began, waited_before = ended, waited_after
             self.seconds["waited"] += waited
             self.seconds[type(instruction).__name__] += took - waited
             if self.on_done is not None:
@@ -177,7 +179,7 @@ class Executor:
             passes.inputs[place] = y
         elif stage.is_last:
             losses.sums[v], losses.counts[v] = passes.tapes[place].loss, feed.counts[v]
-            passes.output_grads[place] = torch.tensor(feed.seed, device=feed.labels[v].device)
+            passes.output_grads[place] = passes.seed
         elif op.chunk in self._next_here:
             passes.inputs[v, self._next_here[op.chunk]] = y
         else:
@@ -239,6 +241,7 @@ def _place(instruction: Compute | Send | Recv) -> _Place:
 class _Passes:
     """What is under way in a step, by microbatch and chunk; an arrival also by whether it is an activation."""
 
+    seed: torch.Tensor
     tapes: dict[_Place, Tape] = field(default_factory=dict)
     inputs: dict[_Place, torch.Tensor] = field(default_factory=dict)
     outputs: dict[_Place, torch.Tensor] = field(default_factory=dict)

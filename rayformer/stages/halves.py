@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
@@ -37,10 +38,7 @@ class WeightHalf:
 
     def run(self) -> None:
         for edges, grads, parameters in self.edges:
-            # As torch.autograd.backward has it, which would load symbolic shapes to compare two, see stages.tape.
-            _engine_run_backward(
-                tuple(edges), tuple(grads), True, False, tuple(parameters), allow_unreachable=True, accumulate_grad=True
-            )
+            _run(edges, grads, parameters, again=True, accumulate=True)
         with torch.no_grad():  # as autograd calls functions
             for weights, compute in self.left:
                 for weight, grad in zip(weights, compute()):
@@ -50,8 +48,13 @@ class WeightHalf:
             _add(parameter, grad)
 
 
-def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, WeightHalf]:
-    """Go back from the scalar ``y`` to ``x``: its gradient, None if it needs none, and the half that remains.
+def whole(y: GradientEdge, grad: torch.Tensor) -> None:
+    """Go back from ``y``, whose gradient is ``grad``, in one: add the gradients of all leaves to their ``.grad``."""
+    _run([y], [grad], (), again=False, accumulate=True)
+
+
+def input_half(y: GradientEdge, grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, WeightHalf]:
+    """Go back from ``y``, whose gradient is ``grad``, to ``x``: its gradient, None if it needs none, and what remains.
 
     Functions written in Python compute all their gradients together, perhaps with messages; ours can leave those of
     weights, see ops.later. Not put off, but held back and added by the second half, are the gradients of a parameter
@@ -62,7 +65,7 @@ def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, W
     deferred: dict[Node, list[torch.Tensor]] = defaultdict(list)
     held: list[torch.Tensor] = []
     for parameter, nodes in users.of.items():
-        if parameter is x:
+        if not isinstance(parameter, nn.Parameter):  # x, or what a module made for itself
             continue
         [node, *others] = nodes
         if others or isinstance(node, BackwardCFunction):
@@ -76,7 +79,7 @@ def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, W
     if x.requires_grad:
         wanted.append(x)
     with left_for_later(alone) as left_by_ours:
-        found = list(torch.autograd.grad(y, wanted, retain_graph=True, allow_unused=True)) if wanted else []
+        found = list(_run([y], [grad], wanted, again=True, accumulate=False)) if wanted else []
     input_grad = found.pop() if x.requires_grad else None
     grads = iter(found)
     kept = [(parameter, grad) for parameter in held if (grad := next(grads)) is not None]
@@ -86,6 +89,25 @@ def input_half(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, W
         if arrived:
             left.append(([edge for edge, _ in arrived], [grad for _, grad in arrived], parameters))
     return input_grad, WeightHalf(left, left_by_ours, kept)
+
+
+def _run(
+    edges: Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    *,
+    again: bool,
+    accumulate: bool,
+) -> Sequence[torch.Tensor]:
+    """What torch.autograd.backward and grad do, once they have compared shapes.
+
+    For that they load torch's symbolic shapes and sympy: 0.3 s in the first step of a process, for which all other
+    cells wait after a repair.
+    """
+    found: Sequence[torch.Tensor] = _engine_run_backward(
+        tuple(edges), tuple(grads), again, False, tuple(inputs), allow_unreachable=True, accumulate_grad=accumulate
+    )
+    return found
 
 
 def _add(parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -101,12 +123,11 @@ class _Users:
     outputs: dict[Node, set[int]]
 
 
-def _users(y: torch.Tensor) -> _Users:
+def _users(y: GradientEdge) -> _Users:
     """Walk the graph of ``y``; what only turns a parameter around, such as a transpose, belongs to its user."""
-    assert y.grad_fn is not None, "nothing was recorded"
     users = _Users({}, defaultdict(set))
-    users.outputs[y.grad_fn].add(y.output_nr)
-    seen, todo = {y.grad_fn}, [y.grad_fn]
+    users.outputs[y.node].add(y.output_nr)
+    seen, todo = {y.node}, [y.node]
     while todo:
         node = todo.pop()
         for after, number in _next(node):

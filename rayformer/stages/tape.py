@@ -2,7 +2,7 @@
 
 Each run of segments that forward makes at a time has a graph of its own, cut from its neighbours', so that backward can
 stop between two of them. A recomputed segment keeps only its input, and is simply run again. What a run gives is not
-kept: a graph hangs on an empty scalar.
+kept: a graph hangs on the edge at which its gradient comes in.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayformer.ops.dropout import Moment
-from rayformer.stages.halves import WeightHalf, input_half
+from rayformer.stages.halves import WeightHalf, input_half, whole
 from rayformer.stages.stage import Stage
 
 
@@ -41,7 +41,7 @@ class Tape:
             recomputed = self._stage.segments[start].recomputed
             with torch.set_grad_enabled(not recomputed):
                 y = self._run(x, start, end)
-            self._graphs.append(_Graph(start, end, x, None if recomputed else _Root(y)))
+            self._graphs.append(_Graph(start, end, x, None if recomputed else get_gradient_edge(y)))
             x = y.detach()
         return x
 
@@ -55,15 +55,15 @@ class Tape:
         while self._graphs and self._graphs[-1].start >= first:
             assert going is not None, "a gradient goes on between segments"
             graph = self._graphs.pop()
-            root = graph.root
-            if root is None:
+            edge = graph.edge
+            if edge is None:
                 with torch.enable_grad():
-                    root = _Root(self._run(graph.input, graph.start, graph.stop))
+                    edge = get_gradient_edge(self._run(graph.input, graph.start, graph.stop))
             if weights:
-                torch.autograd.backward(root.seeded(going))
+                whole(edge, going)
                 going, graph.input.grad = graph.input.grad, None
             else:
-                going, half = input_half(root.seeded(going), graph.input)
+                going, half = input_half(edge, going, graph.input)
                 self._halves.append((graph.start, half))
         return going
 
@@ -99,36 +99,6 @@ class Tape:
         moment.step, moment.samples = self._step, self._samples
 
 
-class _Root:
-    """Where a graph hangs, without the memory of the ``y`` that it gave: a scalar whose backward begins as told.
-
-    ``torch.autograd.backward(y, grad)`` would keep ``y``, and loads torch's symbolic shapes and sympy to compare two
-    shapes: 0.3 s in the first step of a process, for which all other cells wait after a repair.
-    """
-
-    def __init__(self, y: torch.Tensor) -> None:
-        self._shape = y.shape
-        self._seed: list[torch.Tensor] = []
-        self._scalar: torch.Tensor = _Seeded.apply(y, self._seed)
-
-    def seeded(self, grad: torch.Tensor) -> torch.Tensor:
-        """A scalar whose backward begins with ``grad`` as the gradient of ``y``."""
-        assert self._shape == grad.shape, f"a gradient of shape {grad.shape} for {self._shape}"
-        self._seed.append(grad)
-        return self._scalar
-
-
-class _Seeded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, seed: list[torch.Tensor]) -> torch.Tensor:
-        ctx.seed = seed
-        return y.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.seed.pop(), None
-
-
 @dataclass(frozen=True)
 class _Graph:
     """The segments [start, stop), what went in, and where backward begins, or None if it is to be computed again."""
@@ -136,4 +106,4 @@ class _Graph:
     start: int
     stop: int
     input: torch.Tensor = field(repr=False)
-    root: _Root | None
+    edge: GradientEdge | None

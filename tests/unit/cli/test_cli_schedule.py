@@ -47,7 +47,10 @@ def test_a_table_is_drawn_too(tmp_path, capsys):
     ("arguments", "said"),
     [
         ([], "NAME='': there is nothing to draw; name one, or give --table"),
-        (["1f2b"], "schedule.name=1f2b: the schedules are gpipe, 1f1b, interleaved, zb_h1, zbv, table; did you mean 1f1b?"),
+        (
+            ["1f2b"],
+            "schedule.name=1f2b: the schedules are gpipe, 1f1b, interleaved, zb_h1, zbv, table; did you mean 1f1b?",
+        ),
         (["zbv", "--virtual", "3"], "zbv holds 2 chunks of the model on each rank; use layout.virtual_stages=2"),
         (["1f1b", "--costs", "F=1,B=1"], "--costs=F=1,B=1: it does not name three costs; write F=1,B=1,W=1"),
         (["1f1b", "--costs", "F=1,B=1,W=1", "--costs", "F=1,B=1,W=1"], "there are 4 stages; give it once, or once for"),

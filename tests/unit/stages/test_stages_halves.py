@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from rayformer.groups import single
 from rayformer.ops.embedding import table_rows
@@ -108,7 +109,7 @@ def test_both_halves_together_are_one_backward_to_the_bit(kind, dtype):
             parameter.grad = torch.ones_like(parameter)
         y = (model(x).float() ** 2).sum()
         if halves:
-            input_grad, weights = input_half(y, x)
+            input_grad, weights = input_half(get_gradient_edge(y), torch.ones(()), x)
             assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters()), "too early"
             weights.run()
         else:
@@ -127,7 +128,7 @@ def test_only_what_cannot_be_put_off_is_done_in_the_first_half():
         model, x = model_of(kind)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        _, weights = input_half(model(x).sum(), x)
+        _, weights = input_half(get_gradient_edge(model(x).sum()), torch.ones(()), x)
         assert len(weights.held) == held
         assert sum(len(parameters) for parameters, _ in weights.left) == left
         assert sum(len(parameters) for _, _, parameters in weights.edges) == len(list(model.parameters())) - held - left
