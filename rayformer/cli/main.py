@@ -154,6 +154,8 @@ def schedule(
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A schedule written down, a line for each rank.")
     ] = None,
+    vee: Annotated[bool, typer.Option(help="Stages of the table turn back at the last rank.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw them on a page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers and timelines as JSON.")] = False,
 ) -> None:
     """Draw pipeline schedules, and compare what a step with them costs."""
@@ -166,6 +168,8 @@ def schedule(
         virtual=virtual,
         costs=costs or ["F=1,B=1,W=1"],
         table=table,
+        vee=vee,
+        html=html,
         as_json=as_json,
     )
     raise typer.Exit(status)

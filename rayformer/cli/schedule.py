@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rayformer.cli.columns import columns
 from rayformer.errors import ConfigError, Problem
+from rayformer.observe.report.bars import Pipeline
+from rayformer.observe.report.page import drawings_page
 from rayformer.stages.check import Costs, Report, ScheduleError, check
 from rayformer.stages.draw import draw
 from rayformer.stages.instructions import Program, stages_of
@@ -38,6 +40,8 @@ def schedule_command(
     virtual: int | None,
     costs: Sequence[str],
     table: Path | None,
+    vee: bool,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Draw the schedules ``names`` and that of the file ``table``, and compare them in a table."""
@@ -46,13 +50,15 @@ def schedule_command(
         raise ConfigError([nothing])
     drawn = [_named(name, pp, microbatches, virtual, costs) for name in names]
     if table is not None:
-        drawn.append(_written(table, costs))
+        drawn.append(_written(table, costs, vee))
+    if html is not None:
+        html.write_text(_page(drawn, pp=pp, microbatches=microbatches), encoding="utf-8")
     if as_json:
         print(json.dumps([_values(one) for one in drawn], indent=2))
         return 0
     for one in drawn:
         print(f"{one.name}\n{draw(one.report)}\n")
-    print("\n".join(_compared(drawn)))
+    print("\n".join(columns(HEAD, map(_row, drawn))))
     return 0
 
 
@@ -67,14 +73,14 @@ def _named(name: str, pp: int, microbatches: int, virtual: int | None, costs: Se
     return _checked(name, schedule.programs(pp, chunks, microbatches), costs, schedule.vee)
 
 
-def _written(path: Path, costs: Sequence[str]) -> Drawn:
+def _written(path: Path, costs: Sequence[str], vee: bool) -> Drawn:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"it can't be read: {error.strerror if isinstance(error, OSError) else error}"
         raise ConfigError([Problem(keys={"--table": str(path)}, rule=rule, fix="name a text file")]) from None
     try:
-        return _checked(TABLE, lower(from_table(text)), costs, vee=False)
+        return _checked(TABLE, lower(from_table(text), vee=vee), costs, vee)
     except ScheduleError as error:
         fix = "mend the table: every rank does everything once, and backwards ascend"
         raise ConfigError([Problem(keys={KEY: str(path)}, rule=str(error), fix=fix)]) from None
@@ -128,26 +134,33 @@ def _values(one: Drawn) -> dict[str, object]:
     }
 
 
-def _compared(drawn: Sequence[Drawn]) -> list[str]:
-    head = (
-        "schedule",
-        "virtual",
-        "time",
-        "ideal",
-        "bubble of time",
-        "of ideal",
-        "microbatches held",
+HEAD = ("schedule", "virtual", "time", "ideal", "bubble of time", "of ideal", "microbatches held")
+
+
+def _row(one: Drawn) -> tuple[object, ...]:
+    report = one.report
+    return (
+        one.name,
+        one.chunks,
+        f"{report.makespan:g}",
+        f"{report.ideal:g}",
+        f"{100 * report.bubble_of_total:.1f} %",
+        f"{100 * report.bubble_of_ideal:.1f} %",
+        f"{max(report.peak_live) / one.chunks:g}",
     )
-    rows = [
-        (
-            one.name,
-            one.chunks,
-            f"{one.report.makespan:g}",
-            f"{one.report.ideal:g}",
-            f"{100 * one.report.bubble_of_total:.1f} %",
-            f"{100 * one.report.bubble_of_ideal:.1f} %",
-            f"{max(one.report.peak_live) / one.chunks:g}",
+
+
+def _page(drawn: Sequence[Drawn], *, pp: int, microbatches: int) -> str:
+    """The drawings, on one scale, and the table."""
+    longest = max(one.report.makespan for one in drawn)
+    figures = [
+        Pipeline(
+            title=one.name,
+            note=f"{100 * one.report.bubble_of_total:.1f} % of the time is lost",
+            ranks=[[(str(slot.op), slot.start, slot.end) for slot in row] for row in one.report.timeline],
+            until=longest,
         )
         for one in drawn
     ]
-    return list(columns(head, rows))
+    title = f"Pipeline schedules: {pp} ranks, {microbatches} microbatches"
+    return drawings_page(title, figures, head=HEAD, rows=[_row(one) for one in drawn])

@@ -16,6 +16,7 @@ from typing import Any
 from rayformer.config.batch import BatchConfig
 from rayformer.config.job import Job
 from rayformer.config.model import ModelConfig
+from rayformer.stages.schedules import TABLE
 from rayformer.stages.split import drawn
 
 STEPS, SAVED, STRUCK = 6, 3, 5
@@ -57,6 +58,7 @@ def cut(job: Job) -> Settings:
         "run.steps": STEPS,
         "run.stop_at": None,
         **_batch(job),
+        **_schedule(job),
         "optim.decay_steps": job.run.steps if decay_steps == "auto" else decay_steps,
         "eval.every": 0,
         "eval.batches": 1,
@@ -125,6 +127,15 @@ def _model(job: Job) -> Settings:
         each += 1
         stages = re.sub(f"t{{{each},}}", "t" * each, whole)
     return {"model.layers": stages.count("t"), "layout.stages": stages}
+
+
+def _schedule(job: Job) -> Settings:
+    """One that runs any number of microbatches: a table has one only, and a group fits some."""
+    schedule, chunks = job.schedule, job.layout.virtual_stages
+    if schedule.name != TABLE:
+        return {"schedule.group": None}
+    name = "1f1b" if chunks == 1 else "interleaved"
+    return {"schedule.name": name, "schedule.table": "", "schedule.vee": False, "schedule.group": None}
 
 
 def _batch(job: Job) -> Settings:

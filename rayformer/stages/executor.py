@@ -104,15 +104,17 @@ class Executor:
             self._train(program, feed, parallel, losses)
             self._channel.finish()
         else:
-            for v, logits, stage in self._outputs(program, feed.tokens):
-                losses.sums[v] = stage.token_losses(logits, feed.labels[v]).sum()
-                losses.counts[v] = feed.counts[v]
+            with torch.no_grad():
+                for v, logits, stage in self._outputs(program, feed.tokens):
+                    losses.sums[v] = stage.token_losses(logits, feed.labels[v]).sum()
+                    losses.counts[v] = feed.counts[v]
         self.counter = None
         return losses
 
     def infer(self, program: Program, tokens: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The logits of each microbatch of ``tokens`` [B, S], on the rank of the last stage; empty on others."""
-        return {v: logits for v, logits, _ in self._outputs(program, tokens)}
+        with torch.no_grad():
+            return {v: logits for v, logits, _ in self._outputs(program, tokens)}
 
     def _train(self, program: Program, feed: Feed, parallel: DataParallel, losses: Losses) -> None:
         passes = _Passes(seed=torch.tensor(feed.seed, device=self._channel.device))
@@ -204,7 +206,6 @@ class Executor:
         if self.on_instruction is not None:
             self.on_instruction(instruction)
 
-    @torch.no_grad()
     def _outputs(
         self, program: Program, tokens: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor, Stage]]:

@@ -79,6 +79,13 @@ def test_replicas_with_uneven_shares_reduce_the_same_buckets_in_the_same_order(
     assert found == reference(tree_of(corpus, 1, **options), 3)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])
+def test_interleaved_runs_any_number_of_microbatches(run_cells, reference, corpus, microbatches):  # B43
+    options = {"batch": {"global": microbatches}}
+    found = the_same_on_all(run_cells(2, train_curve, tree_of(corpus, 2, "interleaved", 2, **options), 2))
+    assert found == reference(tree_of(corpus, 1, **options), 2)
+
+
 @pytest.mark.parametrize("group", [2, 3, 6])
 def test_interleaved_in_groups_of_any_size(run_cells, reference, corpus, group):
     options = {"batch": {"global": 6}}
@@ -96,7 +103,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize(("chunks", "vee"), WRITTEN)
-def test_a_schedule_written_down_runs(run_cells, reference, corpus, chunks, vee):  # B43
+def test_a_schedule_written_down_runs(run_cells, reference, corpus, chunks, vee):
     options = {"batch": {"global": 3}}
     tree = tree_of(corpus, 2, "table", chunks, **options)
     tree["schedule"] |= {"table": WRITTEN[chunks, vee], "vee": vee}

@@ -22,12 +22,13 @@ Slot = tuple[str, float, float]
 class Pipeline:
     """A step of the pipeline: for each rank what it computes, such as ``F3``, and from when to when.
 
-    ``title`` and ``note`` say what is drawn.
+    ``title`` and ``note`` say what is drawn; ``until`` is the time at which the drawing ends, if not with the last.
     """
 
     ranks: Sequence[Sequence[Slot]]
     title: str = "Pipeline"
     note: str = ""
+    until: float = 0.0
 
 
 def phases_figure(steps: Sequence[Line]) -> str:
@@ -80,7 +81,7 @@ def pipeline_figure(pipeline: Pipeline) -> str:
     ranks = [list(row) for row in pipeline.ranks if row]
     if not ranks:
         return ""
-    end = max(stop for row in ranks for _, _, stop in row)
+    end = max(pipeline.until, *(stop for row in ranks for _, _, stop in row))
     left, width, row_height = 44, 1096, 24
     x = place(0.0, end, left, width)
     labelled = sum(map(len, ranks)) <= MAX_LABELLED

@@ -50,12 +50,26 @@ def report_page(record: Record, *, pipelines: Sequence[Pipeline] = (), environme
         members_table(record),
         f"<details><summary>Job</summary><pre>{escaped(job, 50_000)}</pre></details>" if job else "",
     ]
+    return _page(f"{record.name}: {record.outcome}", parts)
+
+
+def drawings_page(
+    title: str, pipelines: Sequence[Pipeline], *, head: Sequence[object], rows: Sequence[Sequence[object]]
+) -> str:
+    """A page of drawings of pipelines, and a table."""
+    lines = [("th", head), *(("td", row) for row in rows)]
+    table = "".join(f"<tr>{''.join(f'<{tag}>{escaped(value)}</{tag}>' for value in line)}</tr>" for tag, line in lines)
+    parts = [f"<header><h1>{escaped(title)}</h1></header>", f"<table>{table}</table>", *map(pipeline_figure, pipelines)]
+    return _page(title, parts)
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
         " script-src 'unsafe-inline'\">"
-        f"<title>{escaped(record.name)}: {escaped(record.outcome)}</title><style>{CSS}</style></head>\n"
+        f"<title>{escaped(title)}</title><style>{CSS}</style></head>\n"
         f"<body>{''.join(parts)}\n<script>{SCRIPT}</script></body></html>\n"
     )
 

@@ -43,6 +43,23 @@ def test_a_table_is_drawn_too(tmp_path, capsys):
     assert "pp1 .  F0 B0 F1 B1 W0 W1" in capsys.readouterr().out
 
 
+def test_a_drawing_that_turns_back_is_a_table_too(tmp_path, capsys):
+    assert main(["schedule", "zbv", "--pp", "2", "--microbatches", "2"]) == 0
+    drawn, table = capsys.readouterr().out, tmp_path / "mine.txt"
+    table.write_text("\n".join(line for line in drawn.splitlines() if line.startswith("pp")))
+    assert main(["schedule", "--table", str(table), "--vee"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == drawn.splitlines()[1:3]
+
+
+def test_drawings_and_their_table_are_written_as_a_page(tmp_path, capsys):
+    page = tmp_path / "schedules.html"
+    assert main(["schedule", "1f1b", "zbv", "--pp", "2", "--microbatches", "2", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<title>Pipeline schedules: 2 ranks, 2 microbatches</title>" in text
+    assert "<td>33.3 %</td>" in text and "<b>zbv</b>" in text and text.count("<svg") == 2
+    assert "pp1 W1c1" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -79,6 +79,24 @@ def test_a_drawing_keeps_its_stages(drawn, pp, left, layers):
     assert (short.layout.stages, short.model.layers) == (left, layers)
 
 
+TABLE = "F0 F1 B0 B1\nF0 B0 F1 B1"
+
+
+@pytest.mark.parametrize(
+    ("values", "left"),
+    [
+        ({"schedule.name": "interleaved", "layout.virtual_stages": 2, "schedule.group": 8}, "interleaved"),
+        ({"schedule.name": "table", "schedule.table": TABLE, "batch.global": 8}, "1f1b"),
+        ({"schedule.name": "zbv", "layout.virtual_stages": 2}, "zbv"),
+    ],
+)
+def test_the_schedule_fits_the_trials(values, left):
+    short = short_of(job_of({"layout.pp": 2, **values}))
+    assert (short.schedule.name, short.schedule.group, short.schedule.table) == (left, None, "")
+    for trial in trials(short, "mine"):
+        assert job_from_tree(changed(short.dump(), {k: v for k, v in trial.changes.items() if "[" not in k}), CHECKS)
+
+
 def test_more_chunks_than_ranks_need_as_many_layers():
     job = job_of({"layout.pp": 2, "layout.virtual_stages": 3}, checks=[batch_problems])  # no schedule has them so far
     assert short_of(job, [batch_problems]).model.layers == 6
